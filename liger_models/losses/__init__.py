@@ -1,0 +1,1 @@
+"""Chunked post-training losses."""
