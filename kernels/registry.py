@@ -64,6 +64,8 @@ class Contract:
     reference: Callable
     differentiable: tuple[str, ...]
     outputs: tuple[str, ...]
+    autocast: tuple[str, ...]
+    result: Callable[[tuple], Any]
 
     @cached_property
     def parameters(self) -> tuple[inspect.Parameter, ...]:
@@ -112,16 +114,29 @@ class Contract:
 _CONTRACTS: dict[str, Contract] = {}
 
 
-def contract(*, differentiable: tuple[str, ...], outputs: tuple[str, ...] = ("output",)) -> Callable:
+def _single_or_tuple(outputs: tuple) -> Any:
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+def contract(
+    *,
+    differentiable: tuple[str, ...],
+    outputs: tuple[str, ...] = ("output",),
+    autocast: tuple[str, ...] = (),
+    result: Callable[[tuple], Any] = _single_or_tuple,
+) -> Callable:
     """Declare the decorated function as an op's contract and torch reference. The function itself stays as it is.
 
     Args:
         differentiable: names of the tensor arguments that receive gradients.
-        outputs: names of the tensors that the function returns, in order.
+        outputs: names of the tensors that an implementation's forward returns, in order (None for one not asked for).
+        autocast: names of the tensor arguments that torch.autocast casts, as it casts those of a linear layer.
+        result: makes what the caller sees from the tuple of outputs.
     """
 
     def declare(reference: Callable) -> Callable:
-        _CONTRACTS[reference.__name__] = Contract(reference.__name__, reference, differentiable, outputs)
+        name = reference.__name__
+        _CONTRACTS[name] = Contract(name, reference, differentiable, outputs, autocast, result)
         return reference
 
     return declare
@@ -273,10 +288,12 @@ def _bind(implementation: Implementation, fallback: Callable | None) -> Callable
             ]
         )
         if torch.compiler.is_compiling():
-            return opaque(needs, arguments)
-        if True in needs:
-            return _Differentiable.apply(implementation, needs, *arguments)
-        return implementation.forward(needs, *arguments)[0]
+            outputs = opaque(needs, arguments)
+        elif True in needs:
+            outputs = _Differentiable.apply(implementation, needs, *arguments)
+        else:
+            outputs = implementation.forward(needs, *arguments)[0]
+        return contract.result(_as_tuple(outputs))
 
     kernel.__name__ = kernel.__qualname__ = f"{contract.name}[{implementation.backend}]"
     return kernel
@@ -340,9 +357,8 @@ class _OpaqueOp:
 
     def __call__(self, needs: tuple, arguments: tuple):
         assert self._op is not None
-        count = len(self.implementation.contract.outputs)
-        outputs = _unpack(self._op(list(needs), *arguments)[:count])
-        return outputs[0] if count == 1 else tuple(outputs)
+        outputs = self._op(list(needs), *arguments)
+        return tuple(_unpack(outputs[: len(self.implementation.contract.outputs)]))
 
     def _define(self) -> None:
         implementation, contract = self.implementation, self.implementation.contract
@@ -443,6 +459,12 @@ _named_backend: str | None = os.environ.get("LIGER_BACKEND") or None
 
 def _forget_resolved() -> None:
     _RESOLVED.clear()
+
+
+def functions_for(device: torch.device) -> types.MappingProxyType:
+    """The functions of `resolve(device)`: what an op's call looks itself up in."""
+    kernel_set = _RESOLVED.get((device.type, _named_backend))
+    return (kernel_set if kernel_set is not None else resolve(device)).functions
 
 
 def resolve(device: str | torch.device) -> KernelSet:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING
 
+import torch
+
 from liger_models.kernels import registry
 from liger_models.kernels.registry import (
     VENDOR_REGISTRY,
@@ -30,15 +32,27 @@ if TYPE_CHECKING:
 
 
 def _resolved(contract: Contract) -> Callable:
-    name, arguments_of = contract.name, contract.arguments
+    name, arguments_of, functions_for = contract.name, contract.arguments, registry.functions_for
+    autocast = tuple(contract.names.index(argument) for argument in contract.autocast)
 
     @wraps(contract.reference)
     def op(*args, **kwargs):
         arguments = arguments_of(args, kwargs)
-        return resolve(arguments[0].device).functions[name](*arguments)
+        device = arguments[0].device
+        if autocast and torch.is_autocast_enabled(device.type):
+            arguments = _autocast(arguments, autocast, torch.get_autocast_dtype(device.type))
+        return functions_for(device)[name](*arguments)
 
     op.__module__ = __name__
     return op
+
+
+def _autocast(arguments: tuple, positions: tuple[int, ...], dtype: torch.dtype) -> tuple:
+    cast = list(arguments)
+    for position in positions:
+        if cast[position] is not None:
+            cast[position] = cast[position].to(dtype)
+    return tuple(cast)
 
 
 globals().update({name: _resolved(contract) for name, contract in registry.contracts().items()})
