@@ -28,6 +28,8 @@ from liger_models.kernels.registry import (
 )
 
 if TYPE_CHECKING:
+    from liger_models.kernels.cross_entropy import cross_entropy
+    from liger_models.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
     from liger_models.kernels.rms_norm import rms_norm
 
 
