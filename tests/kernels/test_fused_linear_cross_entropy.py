@@ -4,6 +4,8 @@ import itertools
 import pytest
 import torch
 from checks import EPSILON, check_op
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -363,6 +365,30 @@ def test_compiled(device, small_chunks, backend, compiler, reduction):
             results.append([loss.detach(), *extras, *(leaf.grad for leaf in leaves)])
     for eager, compiled in zip(*results):
         torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize(("reduction", "opaque"), [("mean", False), ("none", True)])
+def test_compiled_backward_scales_in_plain_torch(device, reduction, opaque):
+    """A library op must not return what it was given, so the scaling of saved gradients must not be one."""
+    targets = []
+
+    def record(graph, _inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    states, weight, target, _ = example(6, 8, 33)
+    states, weight, target = states.to(device).requires_grad_(), weight.to(device), target.to(device)
+    with ops.use_backend("triton"):
+        ops.resolve(device)
+        backend = aot_autograd(fw_compiler=lambda graph, _inputs: make_boxed_func(graph.forward), bw_compiler=record)
+        compiled = torch.compile(
+            lambda h: ops.fused_linear_cross_entropy(h, weight, target, reduction=reduction).sum(),
+            fullgraph=True,
+            backend=backend,
+        )
+        compiled(states).backward()
+    assert targets
+    assert any("fused_linear_cross_entropy_triton_backward" in name for name in targets) == opaque
 
 
 def test_compiled_with_dynamic_rows(device, small_chunks):
