@@ -34,6 +34,8 @@ def fused_add_rms_norm(
     Source: the pre-norm residual block of Llama (Touvron et al. 2023, arXiv:2302.13971) with the next block's norm.
     """
     if x.shape != residual.shape:
-        raise ValueError(f"fused_add_rms_norm: x has shape {tuple(x.shape)}, residual {tuple(residual.shape)}; give both one shape")
+        raise ValueError(
+            f"fused_add_rms_norm: x has shape {tuple(x.shape)}, residual {tuple(residual.shape)}; give both one shape"
+        )
     summed = torch.add(x, residual)
     return rms_norm(summed, weight, eps, offset, scale_in_fp32), summed

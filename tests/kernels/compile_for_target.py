@@ -1,11 +1,13 @@
-"""Compile every kernel that the examples launch for a GPU that is not here. A script: it needs a process without an interpreter.
+"""Compile every kernel that the examples launch for a GPU that is not here. A script: Triton must not be in its interpreter.
 
     python compile_for_target.py cuda 90 32
     python compile_for_target.py hip gfx942 64
+    python compile_for_target.py cuda 90 32 rope every_length      # one op, and another function of its examples
 
-Triton's own launch path runs up to the launch itself: it specialises the arguments and compiles. So the signatures and constants
-are those that the backend passes. Prints a JSON object: for each kernel (`module.kernel`) the number of its compiled variants and
-their largest shared memory in bytes; "functions" lists the kernels' names that the backend's modules define.
+Triton's own launch path runs up to the launch itself: it specialises the arguments and compiles. So the signatures and
+constants are those that the backend passes. Prints a JSON object: "compiled" has for each kernel (`module.kernel`) the number of
+its compiled variants and their largest shared memory in bytes; "functions" has for each function under @triton.jit that the
+backend's modules define the kernels that inline it.
 """
 
 import importlib
@@ -20,12 +22,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from liger_models.kernels import backends
+from liger_models import ops
 from liger_models.kernels.backends import triton as backend
 from liger_models.kernels.backends.triton import launch
-from liger_models.kernels.registry import contracts, use_backend
 
-EXAMPLES = Path(__file__).parent / "launches"
+EXAMPLES = Path(__file__).parent / "examples"
 # Per multiprocessor: bytes of shared memory and how many multiprocessors, for the backend's choice of launch parameters.
 SHARED_MEMORY = {"cuda": 233472, "hip": 65536}
 
@@ -68,20 +69,19 @@ def jit_functions() -> dict[str, JITFunction]:
     return found
 
 
-def run_examples() -> None:
-    for path in sorted(EXAMPLES.glob("*.py")):
-        spec = importlib.util.spec_from_file_location(f"launches_{path.stem}", path)
+def run_examples(op: str = "*", function: str = "calls") -> None:
+    """Make the calls that `function` of the modules `examples/<op>.py` yields."""
+    for path in sorted(EXAMPLES.glob(f"{op}.py")):
+        spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        for arguments in module.calls():
+        for arguments in getattr(module, function)():
             run(path.stem, *arguments)
 
 
 def run(op: str, *arguments) -> None:
     """Forward, and backward from every output that has a gradient."""
-    from liger_models import ops
-
-    with use_backend("triton"):
+    with ops.use_backend("triton"):
         outputs = getattr(ops, op)(*arguments)
     outputs = [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if isinstance(o, torch.Tensor)]
     differentiable = [o for o in outputs if o.requires_grad]
@@ -105,8 +105,7 @@ def called_by(name: str, kernels: dict[str, JITFunction]) -> list[str]:
 
 
 if __name__ == "__main__":
-    name, architecture, warp = sys.argv[1:]
+    name, architecture, warp, *chosen = sys.argv[1:]
     stand_in_for(GPUTarget(name, int(architecture) if architecture.isdigit() else architecture, int(warp)))
-    assert contracts() and backends
-    run_examples()
+    run_examples(*chosen)
     print(json.dumps(report(jit_functions())))
