@@ -28,7 +28,11 @@ from liger_models.kernels.registry import (
 )
 
 if TYPE_CHECKING:
+    from liger_models.kernels.embedding import embedding
+    from liger_models.kernels.fused_add_rms_norm import fused_add_rms_norm
+    from liger_models.kernels.qkv_rope import qkv_rope
     from liger_models.kernels.rms_norm import rms_norm
+    from liger_models.kernels.rope import rope
 
 
 def _resolved(contract: Contract) -> Callable:
