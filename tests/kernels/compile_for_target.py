@@ -10,6 +10,7 @@ number of its compiled variants and their largest shared memory in bytes; "funct
 that the backend's modules define the kernels that inline it.
 """
 
+import ast
 import importlib
 import importlib.util
 import json
@@ -99,9 +100,13 @@ def report(kernels: dict[str, JITFunction]) -> dict:
 
 
 def called_by(name: str, kernels: dict[str, JITFunction]) -> list[str]:
-    """The kernels whose source mentions a function: they inline it."""
-    function = name.rpartition(".")[2]
-    return [other for other, kernel in kernels.items() if other != name and f"{function}(" in kernel.src]
+    """The kernels that mention a function by a name that means it in their module: they inline it."""
+    callers = []
+    for other, kernel in kernels.items():
+        names = {node.id for node in ast.walk(ast.parse(kernel.src)) if isinstance(node, ast.Name)}
+        if any(kernel.fn.__globals__.get(mentioned) is kernels[name] for mentioned in names):
+            callers.append(other)
+    return callers
 
 
 if __name__ == "__main__":
