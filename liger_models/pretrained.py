@@ -172,7 +172,7 @@ def _refuse_loading(cls: type, kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("gguf_file") is not None:
         raise NotImplementedError(
-            f"{cls.__name__}.from_pretrained(gguf_file=...): GGUF's names and row order cannot be chained with packing. Load the "
+            f"{cls.__name__}.from_pretrained(gguf_file=...): GGUF's names and row order do not chain with packing. Load the "
             f"file with the stock class and GgufConfig(dequantize=True), save_pretrained it, and load that directory."
         )
     quantization = kwargs.get("quantization_config")
