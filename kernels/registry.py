@@ -336,13 +336,25 @@ _SCHEMA_TYPES = {
 
 
 def _pack(tensors) -> list[torch.Tensor]:
-    """A library op returns tensors only: None travels as an empty boolean tensor, which no op returns otherwise."""
-    device = next(t.device for t in tensors if t is not None)
-    return [torch.empty(0, dtype=torch.bool, device=device) if t is None else t for t in tensors]
+    """A library op returns distinct tensors only. What is none travels as an empty boolean tensor, which no op returns:
+    None with the shape [0], a second mention of tensor k (one gradient for two arguments) with the shape [0, k]."""
+    device = next((t.device for t in tensors if t is not None), None)
+    first = {id(t): index for index, t in reversed(list(enumerate(tensors)))}
+    return [
+        torch.empty(0, dtype=torch.bool, device=device)
+        if t is None
+        else t
+        if first[id(t)] == index
+        else torch.empty(0, first[id(t)], dtype=torch.bool, device=device)
+        for index, t in enumerate(tensors)
+    ]
 
 
 def _unpack(tensors) -> list[torch.Tensor | None]:
-    return [None if t.dtype is torch.bool and t.shape == (0,) else t for t in tensors]
+    return [
+        t if t.dtype is not torch.bool or t.dim() == 0 or t.shape[0] else None if t.dim() == 1 else tensors[t.shape[1]]
+        for t in tensors
+    ]
 
 
 class _OpaqueOp:
