@@ -454,10 +454,11 @@ class Choice:
 class KernelSet:
     """The ops as resolved for one device type: immutable, one attribute per op."""
 
-    __slots__ = ("choices", "device", "functions")
+    __slots__ = ("_functions", "choices", "device", "functions")
 
     def __init__(self, device: str, functions: dict[str, Callable], choices: dict[str, Choice]):
         object.__setattr__(self, "device", device)
+        object.__setattr__(self, "_functions", functions)
         object.__setattr__(self, "functions", types.MappingProxyType(functions))
         object.__setattr__(self, "choices", types.MappingProxyType(choices))
 
@@ -489,10 +490,13 @@ def _forget_resolved() -> None:
     _RESOLVED.clear()
 
 
-def functions_for(device: torch.device) -> types.MappingProxyType:
-    """The functions of `resolve(device)`: what an op's call looks itself up in."""
+def functions_for(device: torch.device) -> dict[str, Callable]:
+    """The functions of `resolve(device)`: what an op's call looks itself up in.
+
+    A plain dictionary, to be read only: torch.compile breaks the graph at a mapping proxy once any dictionary was changed.
+    """
     kernel_set = _RESOLVED.get((device.type, _named_backend))
-    return (kernel_set if kernel_set is not None else resolve(device)).functions
+    return (kernel_set if kernel_set is not None else resolve(device))._functions
 
 
 def resolve(device: str | torch.device) -> KernelSet:
