@@ -164,7 +164,7 @@ def markdown(report: dict) -> str:
     flops = report["model_flops_per_step"]
     checkpointing = ", gradient checkpointing" if options["checkpointing"] else ""
     lines = [
-        f"{options['shape']}, {layers} layers, {options['batch']}×{options['length']}, {options['dtype']}, "
+        f"{options['shape']}, {layers} layers, {options['batch']}x{options['length']}, {options['dtype']}, "
         f"{options['optimizer']}, attention {options['attention']}{checkpointing}; median of {options['steps']} steps "
         f"after {options['warmup']}; {flops / 1e12:.1f} TFLOP a step: {flops / PEAK_FLOPS * 1000:.0f} ms at "
         f"{PEAK_FLOPS / 1e12:.0f} TFLOP/s. Ratios are this row over the baseline: below 1 is better.",
@@ -178,7 +178,7 @@ def markdown(report: dict) -> str:
 
 
 HEADER = [
-    "implementation", "step ms (min–max)", "/stock", "/liger", "peak GiB", "/stock", "/liger", "reserved",
+    "implementation", "step ms (range)", "/stock", "/liger", "peak GiB", "/stock", "/liger", "reserved",
     "tokens/s", "MFU", "first step s", "first loss", "Δ loss", "Δ last loss",
 ]  # fmt: skip
 
@@ -188,7 +188,7 @@ def cells(row: dict) -> list[str]:
         return [row["implementation"], "failed", *[""] * (len(HEADER) - 2)]
     return [
         row["implementation"],
-        f"{row['step_ms']:.1f} ({min(row['all_step_ms']):.1f}–{max(row['all_step_ms']):.1f})",
+        f"{row['step_ms']:.1f} ({min(row['all_step_ms']):.1f}-{max(row['all_step_ms']):.1f})",
         number(row["time_over_stock"], ".3f"),
         number(row["time_over_liger_kernel"], ".3f"),
         number(row["peak_gib"], ".2f"),
