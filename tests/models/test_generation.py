@@ -147,7 +147,6 @@ def test_cache_holds_the_stock_keys_and_values(case: Case, pair):
             assert error(found.keys, right.keys) <= FP32
             assert error(found.values, right.values) <= FP32
         following = tokens[:, :2]
-        logits = [
-            model(input_ids=following, use_cache=True, **{name: cache}).logits for model, cache in zip((native, stock), caches)
-        ]
+        crossed = ((native, caches[0]), (stock, caches[1]))
+        logits = [model(input_ids=following, use_cache=True, **{name: cache}).logits for model, cache in crossed]
     assert error(logits[0], logits[1]) <= FP32
