@@ -26,12 +26,6 @@ class Family:
 
     def native(self, head: str) -> type:
         """The native class of a head."""
-        import os
-
-        if os.environ.get("STAND_IN"):
-            import tmodel_standin
-
-            return tmodel_standin.stand_in(self.stock(head))
         return getattr(liger_models, f"Liger{self.heads[head]}")
 
 
