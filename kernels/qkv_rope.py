@@ -25,7 +25,7 @@ def qkv_rope(
         k, v: [batch, num_key_value_heads, sequence, head_dim], in the dtype of `qkv`, each the transposed view of a
         contiguous [batch, sequence, heads, head_dim] tensor of its own: what scaled_dot_product_attention takes uncopied.
 
-    Differentiable in `qkv`; each output may stay out of the loss. An implementation keeps cos and sin for backward, nothing else.
+    Differentiable in `qkv`; each output may stay out of the loss. An implementation keeps only cos and sin for backward.
 
     Raises:
         ValueError: the width of `qkv` is no multiple of the number of heads, or cos and sin do not fit.

@@ -17,8 +17,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fal
     Args:
         q: [batch, query_heads, sequence, head_dim], any strides.
         k: [batch, key_value_heads, sequence, head_dim], any strides.
-        cos, sin: [batch or 1, sequence, rotary_dim], rotary_dim even and at most head_dim; their dtype may be fp32 where q and k
-            are not.
+        cos, sin: [batch or 1, sequence, rotary_dim], rotary_dim even and at most head_dim; they may be fp32 where q and
+            k are not.
         interleaved: pairs of neighbours.
 
     Returns:
@@ -29,8 +29,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fal
     Raises:
         ValueError: the shapes of q, k, cos and sin do not fit each other.
 
-    Source: Su et al. 2021, arXiv:2104.09864; in fp32 equal to apply_rotary_pos_emb of transformers' Llama, and with `interleaved`
-    of its GLM.
+    Source: Su et al. 2021, arXiv:2104.09864; in fp32 equal to apply_rotary_pos_emb of transformers' Llama, with `interleaved` to
+    that of its GLM.
     """
     reason = misfit(q, k, cos, sin)
     if reason is not None:

@@ -89,7 +89,7 @@ class LigerAutoModelForCausalLM:
         """As AutoModelForCausalLM.from_pretrained. Raises UnsupportedModelError for a type without a native class."""
         config = kwargs.get("config")
         if not isinstance(config, PreTrainedConfig):
-            options = {name: kwargs[name] for name in (*HUB_OPTIONS, "gguf_file") if name in kwargs}
+            options = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
             config = AutoConfig.from_pretrained(config or pretrained_model_name_or_path, **options)
         return native_class(config.model_type).from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
 

@@ -80,10 +80,10 @@ class LigerPreTrainedModel(PreTrainedModel):
         Raises:
             CheckpointError: a key is missing, unexpected or has a wrong shape; a file is not readable; or the checkpoint
                 belongs to another architecture.
-            NotImplementedError: an argument that shards or quantises weights while they are loaded, which would cut packed
-                weights in the wrong places.
+            NotImplementedError: an argument that shards, quantises or reorders weights while they are loaded, which would cut
+                packed weights in the wrong places.
         """
-        _refuse_sharded_loading(cls, kwargs)
+        _refuse_loading(cls, kwargs)
         _check_model_type(cls, pretrained_model_name_or_path, kwargs)
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
@@ -162,13 +162,18 @@ def _asked_by_liger_kernel() -> bool:
     return sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] == "liger_kernel"
 
 
-def _refuse_sharded_loading(cls: type, kwargs: dict[str, Any]) -> None:
+def _refuse_loading(cls: type, kwargs: dict[str, Any]) -> None:
     sharding = [name for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh") if kwargs.get(name) is not None]
     if sharding:
         raise NotImplementedError(
             f"{cls.__name__}.from_pretrained({', '.join(sharding)}=...): transformers would cut each checkpoint tensor before "
             f"it is packed, and q/k/v and gate/up would end up on the wrong ranks. Load without it, then shard with "
             f"torch.distributed.fsdp.fully_shard or through Accelerate's FSDP plugin."
+        )
+    if kwargs.get("gguf_file") is not None:
+        raise NotImplementedError(
+            f"{cls.__name__}.from_pretrained(gguf_file=...): GGUF's names and row order do not chain with packing. Load the "
+            f"file with the stock class and GgufConfig(dequantize=True), save_pretrained it, and load that directory."
         )
     quantization = kwargs.get("quantization_config")
     if quantization is not None and not getattr(quantization, "dequantize", False):
@@ -180,7 +185,7 @@ def _refuse_sharded_loading(cls: type, kwargs: dict[str, Any]) -> None:
 
 def _check_model_type(cls: type[LigerPreTrainedModel], source: Any, kwargs: dict[str, Any]) -> None:
     """Refuse another architecture's checkpoint: its keys may be the same and its mathematics not."""
-    if kwargs.get("gguf_file") is not None or source is None:
+    if source is None:  # from_pretrained(None, config=..., state_dict=...)
         return
     expected = cls.config_class.model_type
     config = kwargs.get("config")
