@@ -91,15 +91,21 @@ def assert_equal(actual: dict, expected: dict, tolerance: float = FP32, without:
     assert not wrong, f"relative errors above {tolerance:.2g}: {wrong}"
 
 
-def assert_as_exact(actual: dict, stock: dict, exact: dict, factor: float, floor: float) -> None:
-    """Each tensor is as near to `exact` as the stock model's own: within `factor` times its error, plus `floor`."""
-    assert actual.keys() <= stock.keys() == exact.keys()
+def assert_as_exact(runs: list[list[dict]], factor: float, floor: float) -> None:
+    """Each tensor of the native model is as near to the exact one as the stock model's own.
+
+    Args:
+        runs: for each of some inputs the results of the native, the stock and the exact model.
+        factor, floor: what the native model's error, the root mean square over the runs, may be: `factor` times the stock
+            model's, plus `floor`.
+    """
     wrong = {}
-    for name, tensor in actual.items():
-        assert tensor.dtype == stock[name].dtype, f"{name}: {tensor.dtype}, not {stock[name].dtype}"
-        found, allowed = error(tensor, exact[name]), factor * error(stock[name], exact[name]) + floor
-        if not found <= allowed:
-            wrong[name] = f"{found:.2g} > {allowed:.2g}"
+    for name, tensor in runs[0][0].items():
+        assert tensor.dtype == runs[0][1][name].dtype, f"{name}: {tensor.dtype}, not {runs[0][1][name].dtype}"
+        errors = torch.tensor([[error(model[name], exact[name]) for model in models] for *models, exact in runs])
+        found, of_stock = errors.double().square().mean(0).sqrt().tolist()
+        if not found <= factor * of_stock + floor:
+            wrong[name] = f"{found:.2g}, stock {of_stock:.2g}"
     assert not wrong, f"further from fp64 than the stock model: {wrong}"
 
 
