@@ -5,9 +5,9 @@
     python compile_for_target.py cuda 90 32 rope every_length      # one op, and another function of its examples
 
 Triton's own launch path runs up to the launch itself: it specialises the arguments and compiles. So the signatures and
-constants are those that the backend passes. Prints a JSON object: "compiled" has for each kernel (`module.kernel`) the number of
-its compiled variants and their largest shared memory in bytes; "functions" has for each function under @triton.jit that the
-backend's modules define the kernels that inline it.
+constants are those that the backend passes. Prints a JSON object: "compiled" has for each kernel (`module.kernel`) the
+number of its compiled variants and their largest shared memory in bytes; "functions" has for each function under @triton.jit
+that the backend's modules define the kernels that inline it.
 """
 
 import importlib
