@@ -43,7 +43,9 @@ def test_every_head_and_dtype(tmp_path, head, dtype):
 
 @pytest.mark.parametrize("head", HEADS)
 def test_all_files_are_what_stock_writes(tmp_path, head):
-    source = save_stock(tmp_path / "in", head, torch_dtype="float32", rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    source = save_stock(
+        tmp_path / "in", head, torch_dtype="float32", rope_parameters={"rope_type": "default", "rope_theta": 500.0}
+    )
     stock, native = native_pair(source, head)
     stock.save_pretrained(tmp_path / "stock")
     native.save_pretrained(tmp_path / "native")
