@@ -143,6 +143,7 @@ def test_ignored_mismatches(source, sound, key):
 def test_checkpoint_of_another_family(tmp_path, family):
     if family == "gpt2":
         model = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=16))
+        model.config.intermediate_size = 44  # or a Llama built from this configuration would be a large one
     else:
         sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4}
         model = Qwen2ForCausalLM(Qwen2Config(vocab_size=61, num_key_value_heads=2, **sizes))
