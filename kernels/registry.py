@@ -14,6 +14,12 @@ A backend is a package `kernels/backends/<backend>/`. It implements an op by a m
         returned them, names for the `saved` tensors. Nothing else is kept.
     refuses(*arguments) -> str | None        (optional)
         The reason why the backend cannot serve a call, or None.
+    backward_again(...)                      (optional)
+        As backward, for the second and later backwards of one forward (retain_graph=True). A pair that has it may overwrite
+        and return `saved` tensors in its first backward.
+    traced_backward(...)                     (optional)
+        As backward, but plain torch operations that mutate nothing: torch.compile traces it where the opaque backward would
+        be called. None for a call that it leaves to the opaque backward.
 
 One autograd wrapper (`_bind`) turns such a pair into a differentiable function. Eagerly it is a plain autograd Function; under
 torch.compile it is an opaque library op whose fake kernel is `forward` itself with its launches left out (see
@@ -203,6 +209,8 @@ class Implementation:
     forward: Callable
     backward: Callable | None = None
     refuses: Callable | None = None
+    backward_again: Callable | None = None
+    traced_backward: Callable | None = None
     keeps: tuple[str, ...] = field(init=False)
 
     def __post_init__(self):
@@ -229,10 +237,13 @@ class Implementation:
         sources = {"argument": arguments, "output": outputs, "saved": saved}
         return [sources[source][index] for _, source, index in self.plan]
 
-    def gradients(self, needs: tuple, gradients: tuple, kept: list) -> tuple:
-        """Gradients in the order of the contract's arguments, None where an argument has none."""
-        assert self.backward is not None
-        computed = self.backward(self.contract.needs_type(*needs), gradients, **dict(zip(self.keeps, kept)))
+    def gradients(self, needs: tuple, gradients: tuple, kept: list, function: Callable | None = None) -> tuple | None:
+        """Gradients in the order of the contract's arguments, None where an argument has none. `function` for `backward`."""
+        function = function or self.backward
+        assert function is not None
+        computed = function(self.contract.needs_type(*needs), gradients, **dict(zip(self.keeps, kept)))
+        if computed is None:
+            return None
         result: list = [None] * len(self.contract.names)
         for position, gradient in zip(self.contract.positions, computed):
             result[position] = gradient
@@ -253,7 +264,7 @@ class _Differentiable(torch.autograd.Function):
         kept = implementation.kept(arguments, all_outputs, saved)
         ctx.save_for_backward(*(value for value in kept if isinstance(value, torch.Tensor)))
         ctx.constants = [None if isinstance(value, torch.Tensor) else (value,) for value in kept]
-        ctx.implementation, ctx.needs = implementation, needs
+        ctx.implementation, ctx.needs, ctx.function = implementation, needs, implementation.backward
         ctx.mark_non_differentiable(
             *(o for o in all_outputs if o is not None and not (o.is_floating_point() or o.is_complex()))
         )
@@ -264,7 +275,8 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx, *gradients):
         tensors = iter(ctx.saved_tensors)
         kept = [next(tensors) if constant is None else constant[0] for constant in ctx.constants]
-        return None, None, *ctx.implementation.gradients(ctx.needs, gradients, kept)
+        function, ctx.function = ctx.function, ctx.implementation.backward_again or ctx.function
+        return None, None, *ctx.implementation.gradients(ctx.needs, gradients, kept, function)
 
 
 def _bind(implementation: Implementation, fallback: Callable | None) -> Callable:
@@ -336,13 +348,25 @@ _SCHEMA_TYPES = {
 
 
 def _pack(tensors) -> list[torch.Tensor]:
-    """A library op returns tensors only: None travels as an empty boolean tensor, which no op returns otherwise."""
-    device = next(t.device for t in tensors if t is not None)
-    return [torch.empty(0, dtype=torch.bool, device=device) if t is None else t for t in tensors]
+    """A library op returns distinct tensors only. What is none travels as an empty boolean tensor, which no op returns:
+    None with the shape [0], a second mention of tensor k (one gradient for two arguments) with the shape [0, k]."""
+    device = next((t.device for t in tensors if t is not None), None)
+    first = {id(t): index for index, t in reversed(list(enumerate(tensors)))}
+    return [
+        torch.empty(0, dtype=torch.bool, device=device)
+        if t is None
+        else t
+        if first[id(t)] == index
+        else torch.empty(0, first[id(t)], dtype=torch.bool, device=device)
+        for index, t in enumerate(tensors)
+    ]
 
 
 def _unpack(tensors) -> list[torch.Tensor | None]:
-    return [None if t.dtype is torch.bool and t.shape == (0,) else t for t in tensors]
+    return [
+        t if t.dtype is not torch.bool or t.dim() == 0 or t.shape[0] else None if t.dim() == 1 else tensors[t.shape[1]]
+        for t in tensors
+    ]
 
 
 class _OpaqueOp:
@@ -401,7 +425,11 @@ class _OpaqueOp:
         def backward(ctx, gradients):
             tensors = iter(ctx.saved_tensors)
             kept = [next(tensors) if constant is None else constant[0] for constant in ctx.constants]
-            computed = _unpack(backward_op(list(ctx.needs), list(gradients[:count]), *kept))
+            computed = None
+            if implementation.traced_backward is not None:
+                computed = implementation.gradients(ctx.needs, gradients[:count], kept, implementation.traced_backward)
+            if computed is None:
+                computed = _unpack(backward_op(list(ctx.needs), list(gradients[:count]), *kept))
             return None, *computed
 
         torch.library.register_autograd(f"liger_models::{name}", backward, setup_context=setup_context, lib=self._library)
@@ -426,10 +454,11 @@ class Choice:
 class KernelSet:
     """The ops as resolved for one device type: immutable, one attribute per op."""
 
-    __slots__ = ("choices", "device", "functions")
+    __slots__ = ("_functions", "choices", "device", "functions")
 
     def __init__(self, device: str, functions: dict[str, Callable], choices: dict[str, Choice]):
         object.__setattr__(self, "device", device)
+        object.__setattr__(self, "_functions", functions)
         object.__setattr__(self, "functions", types.MappingProxyType(functions))
         object.__setattr__(self, "choices", types.MappingProxyType(choices))
 
@@ -461,10 +490,13 @@ def _forget_resolved() -> None:
     _RESOLVED.clear()
 
 
-def functions_for(device: torch.device) -> types.MappingProxyType:
-    """The functions of `resolve(device)`: what an op's call looks itself up in."""
+def functions_for(device: torch.device) -> dict[str, Callable]:
+    """The functions of `resolve(device)`: what an op's call looks itself up in.
+
+    A plain dictionary, to be read only: torch.compile breaks the graph at a mapping proxy once any dictionary was changed.
+    """
     kernel_set = _RESOLVED.get((device.type, _named_backend))
-    return (kernel_set if kernel_set is not None else resolve(device)).functions
+    return (kernel_set if kernel_set is not None else resolve(device))._functions
 
 
 def resolve(device: str | torch.device) -> KernelSet:
@@ -554,7 +586,10 @@ def _implementation(contract: Contract, backend: str, device: str) -> tuple[Impl
         return None, "it does not implement this op"
     module = importlib.import_module(f"{package}.{contract.name}")
     implementation = Implementation(
-        contract, backend, module.forward, getattr(module, "backward", None), getattr(module, "refuses", None)
+        contract,
+        backend,
+        module.forward,
+        *(getattr(module, name, None) for name in ("backward", "refuses", "backward_again", "traced_backward")),
     )
     return implementation, "implements the contract"
 

@@ -28,7 +28,10 @@ from liger_models.kernels.registry import (
 )
 
 if TYPE_CHECKING:
+    from liger_models.kernels.gated_mlp import gated_mlp
+    from liger_models.kernels.geglu import geglu
     from liger_models.kernels.rms_norm import rms_norm
+    from liger_models.kernels.swiglu import swiglu
 
 
 def _resolved(contract: Contract) -> Callable:
@@ -44,13 +47,14 @@ def _resolved(contract: Contract) -> Callable:
         return functions_for(device)[name](*arguments)
 
     op.__module__ = __name__
+    op.__code__ = op.__code__.replace(co_name=name)  # each its own: torch.compile limits recompilations per code object
     return op
 
 
 def _autocast(arguments: tuple, positions: tuple[int, ...], dtype: torch.dtype) -> tuple:
     cast = list(arguments)
     for position in positions:
-        if cast[position] is not None:
+        if cast[position] is not None and cast[position].dtype != torch.float64:  # torch's linear layer leaves fp64 too
             cast[position] = cast[position].to(dtype)
     return tuple(cast)
 
