@@ -14,6 +14,12 @@ A backend is a package `kernels/backends/<backend>/`. It implements an op by a m
         returned them, names for the `saved` tensors. Nothing else is kept.
     refuses(*arguments) -> str | None        (optional)
         The reason why the backend cannot serve a call, or None.
+    backward_again(...)                      (optional)
+        As backward, for the second and later backwards of one forward (retain_graph=True). A pair that has it may overwrite
+        and return `saved` tensors in its first backward.
+    traced_backward(...)                     (optional)
+        As backward, but plain torch operations that mutate nothing: torch.compile traces it where the opaque backward would
+        be called. None for a call that it leaves to the opaque backward.
 
 One autograd wrapper (`_bind`) turns such a pair into a differentiable function. Eagerly it is a plain autograd Function; under
 torch.compile it is an opaque library op whose fake kernel is `forward` itself with its launches left out (see
@@ -34,7 +40,6 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -67,30 +72,25 @@ class Contract:
     autocast: tuple[str, ...]
     result: Callable[[tuple], Any]
 
-    @cached_property
-    def parameters(self) -> tuple[inspect.Parameter, ...]:
-        return tuple(inspect.signature(self.reference).parameters.values())
+    # All of it is computed at declaration: a call may be traced, and an attribute that appears then fails torch.compile's guards.
+    names: tuple[str, ...] = field(init=False)
+    defaults: tuple[Any, ...] = field(init=False)
+    annotations: dict[str, Any] = field(init=False)
+    positions: tuple[int, ...] = field(init=False)  # of the differentiable arguments
+    needs_type: type = field(init=False)
 
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        return tuple(parameter.name for parameter in self.parameters)
-
-    @cached_property
-    def annotations(self) -> dict[str, Any]:
-        return typing.get_type_hints(self.reference)
-
-    @cached_property
-    def defaults(self) -> tuple[Any, ...]:
-        return tuple(parameter.default for parameter in self.parameters)
-
-    @cached_property
-    def positions(self) -> tuple[int, ...]:
-        """Positions of the differentiable arguments."""
-        return tuple(self.names.index(name) for name in self.differentiable)
-
-    @cached_property
-    def needs_type(self) -> type:
-        return namedtuple(f"{self.name}_needs", self.differentiable)
+    def __post_init__(self):
+        parameters = inspect.signature(self.reference).parameters.values()
+        names = tuple(parameter.name for parameter in parameters)
+        derived = {
+            "names": names,
+            "defaults": tuple(parameter.default for parameter in parameters),
+            "annotations": typing.get_type_hints(self.reference),
+            "positions": tuple(names.index(name) for name in self.differentiable),
+            "needs_type": namedtuple(f"{self.name}_needs", self.differentiable),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def arguments(self, args: tuple, kwargs: dict) -> tuple:
         """All arguments in order, defaults filled in. Raises TypeError as a plain call of the reference would."""
@@ -203,17 +203,20 @@ class Implementation:
     forward: Callable
     backward: Callable | None = None
     refuses: Callable | None = None
+    backward_again: Callable | None = None
+    traced_backward: Callable | None = None
     keeps: tuple[str, ...] = field(init=False)
+    # For each name that backward keeps: (name, where it comes from, index there).
+    plan: tuple[tuple[str, str, int], ...] = field(init=False)
 
     def __post_init__(self):
         names: tuple[str, ...] = ()
         if self.backward is not None:
             names = tuple(inspect.signature(self.backward).parameters)[2:]
         object.__setattr__(self, "keeps", names)
+        object.__setattr__(self, "plan", self._plan())
 
-    @cached_property
-    def plan(self) -> tuple[tuple[str, str, int], ...]:
-        """For each name that backward keeps: (name, where it comes from, index there)."""
+    def _plan(self) -> tuple[tuple[str, str, int], ...]:
         plan, saved = [], 0
         for name in self.keeps:
             if name in self.contract.names:
@@ -229,10 +232,13 @@ class Implementation:
         sources = {"argument": arguments, "output": outputs, "saved": saved}
         return [sources[source][index] for _, source, index in self.plan]
 
-    def gradients(self, needs: tuple, gradients: tuple, kept: list) -> tuple:
-        """Gradients in the order of the contract's arguments, None where an argument has none."""
-        assert self.backward is not None
-        computed = self.backward(self.contract.needs_type(*needs), gradients, **dict(zip(self.keeps, kept)))
+    def gradients(self, needs: tuple, gradients: tuple, kept: list, function: Callable | None = None) -> tuple | None:
+        """Gradients in the order of the contract's arguments, None where an argument has none. `function` for `backward`."""
+        function = function or self.backward
+        assert function is not None
+        computed = function(self.contract.needs_type(*needs), gradients, **dict(zip(self.keeps, kept)))
+        if computed is None:
+            return None
         result: list = [None] * len(self.contract.names)
         for position, gradient in zip(self.contract.positions, computed):
             result[position] = gradient
@@ -253,7 +259,7 @@ class _Differentiable(torch.autograd.Function):
         kept = implementation.kept(arguments, all_outputs, saved)
         ctx.save_for_backward(*(value for value in kept if isinstance(value, torch.Tensor)))
         ctx.constants = [None if isinstance(value, torch.Tensor) else (value,) for value in kept]
-        ctx.implementation, ctx.needs = implementation, needs
+        ctx.implementation, ctx.needs, ctx.function = implementation, needs, implementation.backward
         ctx.mark_non_differentiable(
             *(o for o in all_outputs if o is not None and not (o.is_floating_point() or o.is_complex()))
         )
@@ -264,7 +270,8 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx, *gradients):
         tensors = iter(ctx.saved_tensors)
         kept = [next(tensors) if constant is None else constant[0] for constant in ctx.constants]
-        return None, None, *ctx.implementation.gradients(ctx.needs, gradients, kept)
+        function, ctx.function = ctx.function, ctx.implementation.backward_again or ctx.function
+        return None, None, *ctx.implementation.gradients(ctx.needs, gradients, kept, function)
 
 
 def _bind(implementation: Implementation, fallback: Callable | None) -> Callable:
@@ -413,7 +420,11 @@ class _OpaqueOp:
         def backward(ctx, gradients):
             tensors = iter(ctx.saved_tensors)
             kept = [next(tensors) if constant is None else constant[0] for constant in ctx.constants]
-            computed = _unpack(backward_op(list(ctx.needs), list(gradients[:count]), *kept))
+            computed = None
+            if implementation.traced_backward is not None:
+                computed = implementation.gradients(ctx.needs, gradients[:count], kept, implementation.traced_backward)
+            if computed is None:
+                computed = _unpack(backward_op(list(ctx.needs), list(gradients[:count]), *kept))
             return None, *computed
 
         torch.library.register_autograd(f"liger_models::{name}", backward, setup_context=setup_context, lib=self._library)
@@ -438,10 +449,15 @@ class Choice:
 class KernelSet:
     """The ops as resolved for one device type: immutable, one attribute per op."""
 
-    __slots__ = ("choices", "device", "functions")
+    __slots__ = ("_functions", "choices", "device", "functions")
+    device: str
+    functions: types.MappingProxyType[str, Callable]
+    choices: types.MappingProxyType[str, Choice]
+    _functions: dict[str, Callable]
 
     def __init__(self, device: str, functions: dict[str, Callable], choices: dict[str, Choice]):
         object.__setattr__(self, "device", device)
+        object.__setattr__(self, "_functions", functions)
         object.__setattr__(self, "functions", types.MappingProxyType(functions))
         object.__setattr__(self, "choices", types.MappingProxyType(choices))
 
@@ -473,10 +489,13 @@ def _forget_resolved() -> None:
     _RESOLVED.clear()
 
 
-def functions_for(device: torch.device) -> types.MappingProxyType:
-    """The functions of `resolve(device)`: what an op's call looks itself up in."""
+def functions_for(device: torch.device) -> dict[str, Callable]:
+    """The functions of `resolve(device)`: what an op's call looks itself up in.
+
+    A plain dictionary, to be read only: torch.compile breaks the graph at a mapping proxy once any dictionary was changed.
+    """
     kernel_set = _RESOLVED.get((device.type, _named_backend))
-    return (kernel_set if kernel_set is not None else resolve(device)).functions
+    return (kernel_set if kernel_set is not None else resolve(device))._functions
 
 
 def resolve(device: str | torch.device) -> KernelSet:
@@ -492,6 +511,12 @@ def resolve(device: str | torch.device) -> KernelSet:
         return _RESOLVED.setdefault((device_type, _named_backend), _resolve(device_type, _named_backend))
 
 
+def resolve_present() -> None:
+    """Resolve for the devices that this machine has. torch.compile can trace a look-up, not a resolution with its imports."""
+    for device in {"cpu", infer_device()}:
+        resolve(device)
+
+
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Within the block every op runs on the backend of this name ("torch", "triton" or a vendor), in the whole process.
@@ -503,6 +528,7 @@ def use_backend(name: str) -> Iterator[None]:
     _backend_package(name)
     previous, _named_backend = _named_backend, name
     try:
+        resolve_present()
         yield
     finally:
         _named_backend = previous
@@ -566,7 +592,10 @@ def _implementation(contract: Contract, backend: str, device: str) -> tuple[Impl
         return None, "it does not implement this op"
     module = importlib.import_module(f"{package}.{contract.name}")
     implementation = Implementation(
-        contract, backend, module.forward, getattr(module, "backward", None), getattr(module, "refuses", None)
+        contract,
+        backend,
+        module.forward,
+        *(getattr(module, name, None) for name in ("backward", "refuses", "backward_again", "traced_backward")),
     )
     return implementation, "implements the contract"
 
