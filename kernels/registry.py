@@ -40,7 +40,6 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,30 +72,25 @@ class Contract:
     autocast: tuple[str, ...]
     result: Callable[[tuple], Any]
 
-    @cached_property
-    def parameters(self) -> tuple[inspect.Parameter, ...]:
-        return tuple(inspect.signature(self.reference).parameters.values())
+    # All of it is computed at declaration: a call may be traced, and an attribute that appears then fails torch.compile's guards.
+    names: tuple[str, ...] = field(init=False)
+    defaults: tuple[Any, ...] = field(init=False)
+    annotations: dict[str, Any] = field(init=False)
+    positions: tuple[int, ...] = field(init=False)  # of the differentiable arguments
+    needs_type: type = field(init=False)
 
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        return tuple(parameter.name for parameter in self.parameters)
-
-    @cached_property
-    def annotations(self) -> dict[str, Any]:
-        return typing.get_type_hints(self.reference)
-
-    @cached_property
-    def defaults(self) -> tuple[Any, ...]:
-        return tuple(parameter.default for parameter in self.parameters)
-
-    @cached_property
-    def positions(self) -> tuple[int, ...]:
-        """Positions of the differentiable arguments."""
-        return tuple(self.names.index(name) for name in self.differentiable)
-
-    @cached_property
-    def needs_type(self) -> type:
-        return namedtuple(f"{self.name}_needs", self.differentiable)
+    def __post_init__(self):
+        parameters = inspect.signature(self.reference).parameters.values()
+        names = tuple(parameter.name for parameter in parameters)
+        derived = {
+            "names": names,
+            "defaults": tuple(parameter.default for parameter in parameters),
+            "annotations": typing.get_type_hints(self.reference),
+            "positions": tuple(names.index(name) for name in self.differentiable),
+            "needs_type": namedtuple(f"{self.name}_needs", self.differentiable),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def arguments(self, args: tuple, kwargs: dict) -> tuple:
         """All arguments in order, defaults filled in. Raises TypeError as a plain call of the reference would."""
@@ -212,16 +206,17 @@ class Implementation:
     backward_again: Callable | None = None
     traced_backward: Callable | None = None
     keeps: tuple[str, ...] = field(init=False)
+    # For each name that backward keeps: (name, where it comes from, index there).
+    plan: tuple[tuple[str, str, int], ...] = field(init=False)
 
     def __post_init__(self):
         names: tuple[str, ...] = ()
         if self.backward is not None:
             names = tuple(inspect.signature(self.backward).parameters)[2:]
         object.__setattr__(self, "keeps", names)
+        object.__setattr__(self, "plan", self._plan())
 
-    @cached_property
-    def plan(self) -> tuple[tuple[str, str, int], ...]:
-        """For each name that backward keeps: (name, where it comes from, index there)."""
+    def _plan(self) -> tuple[tuple[str, str, int], ...]:
         plan, saved = [], 0
         for name in self.keeps:
             if name in self.contract.names:
@@ -348,13 +343,25 @@ _SCHEMA_TYPES = {
 
 
 def _pack(tensors) -> list[torch.Tensor]:
-    """A library op returns tensors only: None travels as an empty boolean tensor, which no op returns otherwise."""
-    device = next(t.device for t in tensors if t is not None)
-    return [torch.empty(0, dtype=torch.bool, device=device) if t is None else t for t in tensors]
+    """A library op returns distinct tensors only. What is none travels as an empty boolean tensor, which no op returns:
+    None with the shape [0], a second mention of tensor k (one gradient for two arguments) with the shape [0, k]."""
+    device = next((t.device for t in tensors if t is not None), None)
+    first = {id(t): index for index, t in reversed(list(enumerate(tensors)))}
+    return [
+        torch.empty(0, dtype=torch.bool, device=device)
+        if t is None
+        else t
+        if first[id(t)] == index
+        else torch.empty(0, first[id(t)], dtype=torch.bool, device=device)
+        for index, t in enumerate(tensors)
+    ]
 
 
 def _unpack(tensors) -> list[torch.Tensor | None]:
-    return [None if t.dtype is torch.bool and t.shape == (0,) else t for t in tensors]
+    return [
+        t if t.dtype is not torch.bool or t.dim() == 0 or t.shape[0] else None if t.dim() == 1 else tensors[t.shape[1]]
+        for t in tensors
+    ]
 
 
 class _OpaqueOp:
@@ -442,10 +449,15 @@ class Choice:
 class KernelSet:
     """The ops as resolved for one device type: immutable, one attribute per op."""
 
-    __slots__ = ("choices", "device", "functions")
+    __slots__ = ("_functions", "choices", "device", "functions")
+    device: str
+    functions: types.MappingProxyType[str, Callable]
+    choices: types.MappingProxyType[str, Choice]
+    _functions: dict[str, Callable]
 
     def __init__(self, device: str, functions: dict[str, Callable], choices: dict[str, Choice]):
         object.__setattr__(self, "device", device)
+        object.__setattr__(self, "_functions", functions)
         object.__setattr__(self, "functions", types.MappingProxyType(functions))
         object.__setattr__(self, "choices", types.MappingProxyType(choices))
 
@@ -477,10 +489,13 @@ def _forget_resolved() -> None:
     _RESOLVED.clear()
 
 
-def functions_for(device: torch.device) -> types.MappingProxyType:
-    """The functions of `resolve(device)`: what an op's call looks itself up in."""
+def functions_for(device: torch.device) -> dict[str, Callable]:
+    """The functions of `resolve(device)`: what an op's call looks itself up in.
+
+    A plain dictionary, to be read only: torch.compile breaks the graph at a mapping proxy once any dictionary was changed.
+    """
     kernel_set = _RESOLVED.get((device.type, _named_backend))
-    return (kernel_set if kernel_set is not None else resolve(device)).functions
+    return (kernel_set if kernel_set is not None else resolve(device))._functions
 
 
 def resolve(device: str | torch.device) -> KernelSet:
@@ -496,6 +511,12 @@ def resolve(device: str | torch.device) -> KernelSet:
         return _RESOLVED.setdefault((device_type, _named_backend), _resolve(device_type, _named_backend))
 
 
+def resolve_present() -> None:
+    """Resolve for the devices that this machine has. torch.compile can trace a look-up, not a resolution with its imports."""
+    for device in {"cpu", infer_device()}:
+        resolve(device)
+
+
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Within the block every op runs on the backend of this name ("torch", "triton" or a vendor), in the whole process.
@@ -507,6 +528,7 @@ def use_backend(name: str) -> Iterator[None]:
     _backend_package(name)
     previous, _named_backend = _named_backend, name
     try:
+        resolve_present()
         yield
     finally:
         _named_backend = previous

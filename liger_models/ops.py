@@ -29,8 +29,15 @@ from liger_models.kernels.registry import (
 
 if TYPE_CHECKING:
     from liger_models.kernels.cross_entropy import cross_entropy
+    from liger_models.kernels.embedding import embedding
+    from liger_models.kernels.fused_add_rms_norm import fused_add_rms_norm
     from liger_models.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+    from liger_models.kernels.gated_mlp import gated_mlp
+    from liger_models.kernels.geglu import geglu
+    from liger_models.kernels.qkv_rope import qkv_rope
     from liger_models.kernels.rms_norm import rms_norm
+    from liger_models.kernels.rope import rope
+    from liger_models.kernels.swiglu import swiglu
 
 
 def _resolved(contract: Contract) -> Callable:
@@ -46,18 +53,21 @@ def _resolved(contract: Contract) -> Callable:
         return functions_for(device)[name](*arguments)
 
     op.__module__ = __name__
+    op.__code__ = op.__code__.replace(co_name=name)  # each its own: torch.compile limits recompilations per code object
     return op
 
 
 def _autocast(arguments: tuple, positions: tuple[int, ...], dtype: torch.dtype) -> tuple:
     cast = list(arguments)
     for position in positions:
-        if cast[position] is not None:
+        if cast[position] is not None and cast[position].dtype != torch.float64:  # torch's linear layer leaves fp64 too
             cast[position] = cast[position].to(dtype)
     return tuple(cast)
 
 
 globals().update({name: _resolved(contract) for name, contract in registry.contracts().items()})
+
+registry.resolve_present()
 
 __all__ = [
     "VENDOR_REGISTRY",

@@ -14,17 +14,19 @@ EPSILON = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0*
 def gradients(function: Callable, arguments: Sequence, names: Sequence[str], wanted: Sequence[str], seed: int = 0) -> dict:
     """Outputs and gradients of a function, by name, for random output gradients that depend on `seed` alone."""
     arguments = [
-        a.detach().clone().requires_grad_(name in wanted) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        copy(a).requires_grad_(name in wanted) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for name, a in zip(names, arguments)
     ]
     outputs = function(*arguments)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     result = {f"output {index}": output.detach() for index, output in enumerate(outputs) if output is not None}
     generator = torch.Generator().manual_seed(seed)
-    differentiable = [o for o in outputs if o is not None and o.requires_grad]
+    given = [o for o in outputs if o is not None]
+    # Drawn for every output: an autograd Function calls all its outputs differentiable, where the reference may not.
+    weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device, o.dtype) for o in given]
+    differentiable = [(o, weight) for o, weight in zip(given, weights) if o.requires_grad]
     if differentiable:
-        weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in differentiable]
-        torch.autograd.backward(differentiable, weights)
+        torch.autograd.backward(*zip(*differentiable))
     for name, argument in zip(names, arguments):
         if isinstance(argument, torch.Tensor) and argument.is_floating_point():
             if name in wanted:
@@ -33,6 +35,13 @@ def gradients(function: Callable, arguments: Sequence, names: Sequence[str], wan
             else:
                 assert argument.grad is None, f"a gradient for {name}, which does not require one"
     return result
+
+
+def copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf with the values and the strides of a tensor: `clone` would make a strided slice dense."""
+    if 0 in tensor.stride() or tensor.numel() == 0:  # expanded: its elements share memory and cannot be leaves
+        return tensor.detach().clone()
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 
 
 def assert_close(actual: dict, expected: dict, tolerance: float) -> None:

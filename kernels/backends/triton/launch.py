@@ -48,5 +48,14 @@ def multiprocessors(device: torch.device) -> int:
     return 1
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of on-chip memory that the programs on one multiprocessor share: what loads in flight may occupy."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return 65536  # what every supported device has at least
+
+
 def next_power_of_2(n: int) -> int:
-    return triton.next_power_of_2(n)
+    """The block size for n elements. A symbolic size becomes a number here: blocks are compile-time constants."""
+    return triton.next_power_of_2(int(n))

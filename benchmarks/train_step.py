@@ -1,0 +1,404 @@
+"""Whole training steps of stock, Liger-Kernel and native Llama models, side by side: time, memory, loss.
+
+    PYTHONPATH=. python benchmarks/train_step.py --shape llama3-8b --batch 4 --length 2048
+
+Every implementation runs in a process of its own, so that neither memory nor patches leak from one to the next. README.md in
+this folder says what is measured.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+from environment import add_output_arguments, describe, environment, markdown_table
+
+PEAK_FLOPS = 786e12  # bf16 matrix product 8192 x 8192 x 8192 measured on an H200: the base of the utilisation
+GIB = 2**30
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+IMPLEMENTATIONS = ("stock", "liger-kernel", "native")
+BASELINES = ("stock", "liger-kernel")
+ATTENTIONS = ("sdpa", "flash_attention_2", "eager", "flex_attention")
+
+_LLAMA3 = {
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+SHAPES = {
+    "llama3-8b": {**_LLAMA3, "hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128, "num_hidden_layers": 32},
+    "llama3.2-1b": {
+        **_LLAMA3,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "head_dim": 64,
+        "num_hidden_layers": 16,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+    },
+}
+
+
+def main() -> None:
+    options = parse()
+    if options.worker is not None:
+        work(options)
+        return
+    report = {
+        "environment": environment(options.device, options.commit),
+        "options": {key: value for key, value in vars(options).items() if not key.startswith("worker")},
+        "model_flops_per_step": step_flops(config_of(options), options.batch, options.length),
+        "rows": [],
+    }
+    if options.profile:
+        Path(options.profile).write_text("")
+    for implementation in options.implementations:
+        print(f"-- {implementation}", flush=True)
+        report["rows"].append(run_worker(implementation, options))
+        compare(report)
+        write(report, Path(options.output))  # after each row: what is measured stays if the rest is cut off
+    print(markdown(report))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", default="llama3-8b", choices=tuple(SHAPES))
+    parser.add_argument("--layers", type=int, help="number of layers, in place of the shape's own")
+    parser.add_argument(
+        "--implementations",
+        default="stock,liger-kernel,native",
+        type=implementations_of,
+        help=f"comma-separated, of {', '.join(IMPLEMENTATIONS)}, each also with the suffix +compile",
+    )
+    parser.add_argument("--batch", type=int, default=4, help="sequences per step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument("--optimizer", default="adamw-fused", choices=("adamw-fused", "sgd", "none"))
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of every layer")
+    parser.add_argument("--attention", default="sdpa", choices=ATTENTIONS)
+    parser.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
+    parser.add_argument("--steps", type=int, default=8, help="timed steps")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds that one implementation may take in all")
+    parser.add_argument("--profile", help="file for each implementation's kernels of one step, longest first")
+    add_output_arguments(parser, "results.json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker-result", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.warmup < 1 or options.steps < 1:
+        parser.error("--warmup and --steps must be at least 1: the first step compiles")
+    return options
+
+
+def implementations_of(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        base, plus, suffix = name.partition("+")
+        if base not in IMPLEMENTATIONS or (plus and suffix != "compile"):
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(IMPLEMENTATIONS)}, with or without +compile")
+    return names
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The parent process: starts a worker per implementation, compares, reports
+
+
+def run_worker(implementation: str, options: argparse.Namespace) -> dict:
+    """The worker's row, or a row with the error that ended it."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "row.json"
+        command = [sys.executable, __file__, *sys.argv[1:], "--worker", implementation, "--worker-result", str(result)]
+        try:
+            code = subprocess.run(command, timeout=options.timeout, check=False).returncode
+            row = json.loads(result.read_text()) if result.exists() else {"error": f"worker ended with exit code {code}"}
+        except subprocess.TimeoutExpired:
+            row = {"error": f"no result within {options.timeout:g} s"}
+    return {"implementation": implementation, **row, "worker_seconds": round(time.perf_counter() - started, 1)}
+
+
+def compare(report: dict) -> None:
+    """Add what a row is only in relation to: tokens/s, utilisation, ratios to the baselines, differences of losses."""
+    options, rows = report["options"], [row for row in report["rows"] if "error" not in row]
+    baselines = {name: next((row for row in rows if row["implementation"] == name), None) for name in BASELINES}
+    for row in rows:
+        seconds = row["step_ms"] / 1000
+        row["tokens_per_second"] = options["batch"] * options["length"] / seconds
+        if options["device"] == "cuda" and options["dtype"] == "bf16":
+            row["model_flop_utilisation"] = report["model_flops_per_step"] / seconds / PEAK_FLOPS
+        for name, baseline in baselines.items():
+            key = name.replace("-", "_")
+            row[f"time_over_{key}"] = row["step_ms"] / baseline["step_ms"] if baseline else None
+            has_peak = baseline is not None and baseline["peak_gib"] is not None
+            row[f"peak_over_{key}"] = row["peak_gib"] / baseline["peak_gib"] if has_peak else None
+        row["loss_difference"] = row["losses"][0] - rows[0]["losses"][0]
+        row["last_loss_difference"] = row["losses"][-1] - rows[0]["losses"][-1]
+
+
+def write(report: dict, output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=1) + "\n")
+    output.with_suffix(".md").write_text(markdown(report) + "\n")
+
+
+def markdown(report: dict) -> str:
+    options = report["options"]
+    layers = config_of(argparse.Namespace(**options))["num_hidden_layers"]
+    flops = report["model_flops_per_step"]
+    checkpointing = ", gradient checkpointing" if options["checkpointing"] else ""
+    lines = [
+        f"{options['shape']}, {layers} layers, {options['batch']}x{options['length']}, {options['dtype']}, "
+        f"{options['optimizer']}, attention {options['attention']}{checkpointing}; median of {options['steps']} steps "
+        f"after {options['warmup']}; {flops / 1e12:.1f} TFLOP a step: {flops / PEAK_FLOPS * 1000:.0f} ms at "
+        f"{PEAK_FLOPS / 1e12:.0f} TFLOP/s. Ratios are this row over the baseline: below 1 is better.",
+        "",
+        markdown_table(HEADER, [cells(row) for row in report["rows"]]),
+        *[f"\n{row['implementation']} failed: {row['error']}" for row in report["rows"] if "error" in row],
+        "",
+        describe(report["environment"]),
+    ]
+    return "\n".join(lines)
+
+
+HEADER = [
+    "implementation", "step ms (range)", "/stock", "/liger", "peak GiB", "/stock", "/liger", "reserved",
+    "tokens/s", "MFU", "first step s", "first loss", "Δ loss", "Δ last loss",
+]  # fmt: skip
+
+
+def cells(row: dict) -> list[str]:
+    if "error" in row:
+        return [row["implementation"], "failed", *[""] * (len(HEADER) - 2)]
+    return [
+        row["implementation"],
+        f"{row['step_ms']:.1f} ({min(row['all_step_ms']):.1f}-{max(row['all_step_ms']):.1f})",
+        number(row["time_over_stock"], ".3f"),
+        number(row["time_over_liger_kernel"], ".3f"),
+        number(row["peak_gib"], ".2f"),
+        number(row["peak_over_stock"], ".3f"),
+        number(row["peak_over_liger_kernel"], ".3f"),
+        number(row["reserved_gib"], ".2f"),
+        number(row["tokens_per_second"], ",.0f"),
+        number(row.get("model_flop_utilisation"), ".1%"),
+        number(row["first_step_seconds"], ".1f"),
+        f"{row['losses'][0]:.5f}",
+        f"{row['loss_difference']:+.1e}",
+        f"{row['last_loss_difference']:+.1e}",
+    ]
+
+
+def number(value: float | None, format_: str) -> str:
+    return "-" if value is None else format(value, format_)
+
+
+def config_of(options: argparse.Namespace) -> dict:
+    shape = SHAPES[options.shape]
+    return shape if options.layers is None else {**shape, "num_hidden_layers": options.layers}
+
+
+def step_flops(config: dict, batch: int, length: int) -> int:
+    """Floating-point operations that one step's mathematics needs; what checkpointing recomputes is not counted.
+
+    Products with weights: 2 operations per weight and token forwards, twice that backwards. Attention: two products over half
+    of length² (causal) per head forwards, twice that backwards.
+    """
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    query = config["num_attention_heads"] * config["head_dim"]
+    key_value = 2 * config["num_key_value_heads"] * config["head_dim"]
+    layer = hidden * (query + key_value) + query * hidden + 3 * hidden * config["intermediate_size"]
+    weights = layers * layer + hidden * config["vocab_size"]
+    attention = layers * 2 * length**2 * query
+    return batch * (6 * weights * length + 3 * attention)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The worker process: one implementation
+
+
+def work(options: argparse.Namespace) -> None:
+    def report_failure(kind, error, trace):
+        first_line = (str(error).strip() or "no message").splitlines()[0]
+        options.worker_result.write_text(json.dumps({"error": f"{kind.__name__}: {first_line[:400]}"}))
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = report_failure
+    row, step = measure(options)
+    options.worker_result.write_text(json.dumps(row))
+    sys.excepthook = sys.__excepthook__  # the row stays if profiling fails
+    if options.profile:
+        with open(options.profile, "a") as file:
+            file.write(f"# {options.worker}: kernels of one step\n\n{profile(step, options.device)}\n\n")
+
+
+def measure(options: argparse.Namespace) -> tuple[dict, Callable]:
+    """Build the implementation and run its steps. Times in ms, memory in GiB (None on CPU). Returns the row and the step."""
+    import torch
+
+    name, _, suffix = options.worker.partition("+")
+    started = time.perf_counter()
+    model = build(name, options)
+    if options.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    step = step_of(model, options, compiled=suffix == "compile")
+    build_seconds = time.perf_counter() - started
+
+    started = time.perf_counter()
+    losses = [step().item()]
+    synchronize(options.device)
+    first_step_seconds = time.perf_counter() - started
+    losses += [step().item() for _ in range(options.warmup - 1)]
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    times, timed_losses = timed(step, options.steps, options.device)
+    row = {
+        "step_ms": statistics.median(times),
+        "all_step_ms": times,
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB if options.device == "cuda" else None,
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB if options.device == "cuda" else None,
+        "first_step_seconds": first_step_seconds,
+        "build_seconds": build_seconds,
+        "losses": losses + timed_losses,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+    return row, step
+
+
+def build(name: str, options: argparse.Namespace):
+    """The model of an implementation, on the device, with the weights that every implementation gets."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**config_of(options), use_cache=False, bos_token_id=0, eos_token_id=1)
+    dtype = getattr(torch, DTYPES[options.dtype])
+    if name == "native":
+        from liger_models import LigerLlamaForCausalLM as model_class
+    else:
+        model_class = LlamaForCausalLM
+    if name == "liger-kernel":
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    with torch.device(options.device):
+        model = model_class._from_config(config, dtype=dtype, attn_implementation=options.attention)
+    model.load_state_dict(stock_weights(config, dtype, options.device, options.seed))
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+    return model
+
+
+def stock_weights(config, dtype, device: str, seed: int) -> dict:
+    """Random weights under the stock names. Each depends on seed and name alone, hence is the same in every process."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        names = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    weights = {}
+    for name, shape in names.items():
+        generator = torch.Generator(device).manual_seed(seed + zlib.crc32(name.encode()))
+        values = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        weights[name] = values.mul_(0.1).add_(1.0) if len(shape) == 1 else values.mul_(config.initializer_range)
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    return weights
+
+
+def step_of(model, options: argparse.Namespace, compiled: bool) -> Callable:
+    """A function that runs one whole training step and returns its loss, as a tensor on the device."""
+    import torch
+
+    generator = torch.Generator(options.device).manual_seed(options.seed)
+    size = (options.batch, options.length)
+    tokens = torch.randint(model.config.vocab_size, size, generator=generator, device=options.device)
+    optimizer = None
+    if options.optimizer == "adamw-fused":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    elif options.optimizer == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+    forward = torch.compile(model) if compiled else model
+
+    def step():
+        loss = forward(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def timed(step: Callable, steps: int, device: str) -> tuple[list[float], list[float]]:
+    """Milliseconds and loss of each step. On a GPU nothing waits for the host between steps, as in training."""
+    import torch
+
+    if device == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        losses = []
+        events[0].record()
+        for event in events[1:]:
+            losses.append(step())
+            event.record()
+        torch.cuda.synchronize()
+        times = [start.elapsed_time(end) for start, end in pairwise(events)]
+    else:
+        moments, losses = [time.perf_counter()], []
+        for _ in range(steps):
+            losses.append(step())
+            moments.append(time.perf_counter())
+        times = [(end - start) * 1000 for start, end in pairwise(moments)]
+    return times, [loss.item() for loss in losses]
+
+
+def profile(step: Callable, device: str, rows: int = 40) -> str:
+    """A table of what one step ran, longest first: kernels on a GPU, operators on CPU."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity
+
+    on_gpu = device == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with torch.profiler.profile(activities=activities) as profiler:
+        started = time.perf_counter()
+        step()
+        synchronize(device)
+        wall = (time.perf_counter() - started) * 1000
+    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    events = [e for e in profiler.key_averages() if e.device_type == wanted and not e.is_user_annotation]
+    times = [(e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1000 for e in events]
+    ranked = sorted(zip(times, events), key=lambda pair: -pair[0])
+    total = sum(times)
+    table = [[f"{t:.3f}", f"{t / total:.1%}", str(e.count), e.key[:110]] for t, e in ranked[:rows]]
+    calls = sum(event.count for event in events)
+    title = f"{total:.1f} ms in {calls} calls; {wall:.1f} ms by the host's clock, under the profiler"
+    return f"{title}\n\n{markdown_table(['ms', 'share', 'calls', 'kernel'], table)}"
+
+
+def synchronize(device: str) -> None:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Multi-head attention with grouped key-value heads and rotary positions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models import ops
+from liger_models.compat import takes_cache, update_cache
+from liger_models.layers.linear import PackedLinear, attach_parts, runs_packed
+
+
+class LigerAttention(nn.Module):
+    """softmax(q k^T / scale) v over rotated queries and keys, with q, k and v packed into `qkv_proj`.
+
+    The product itself is done by the attention function that the model passes in: transformers' attention interface,
+    which reads `layer_index`, `num_key_value_groups`, `is_causal` and `config` off this module.
+
+    Args:
+        hidden_size: width of input and output.
+        num_heads, num_key_value_heads: query heads, and key-value heads that groups of them share.
+        head_dim: width of a head.
+        layer_index: position of the block, under which the cache files its keys and values.
+        scaling: factor on q k^T.
+        dropout: probability of dropping an attention weight in training.
+        bias, output_bias: whether q, k, v and o have biases.
+    """
+
+    is_causal = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_key_value_heads: int,
+        head_dim: int,
+        *,
+        layer_index: int,
+        scaling: float,
+        dropout: float = 0.0,
+        bias: bool = False,
+        output_bias: bool = False,
+    ):
+        super().__init__()
+        self.layer_idx, self.num_key_value_groups = layer_index, num_heads // num_key_value_heads  # names of the interface
+        self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
+        self.scaling, self.dropout = scaling, dropout
+        widths = {"q_proj": num_heads, "k_proj": num_key_value_heads, "v_proj": num_key_value_heads}
+        self.qkv_proj = PackedLinear(hidden_size, {name: n * head_dim for name, n in widths.items()}, bias=bias)
+        attach_parts(self, "qkv_proj")
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias)
+
+    @takes_cache
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Any,
+        attention_function: Callable,
+        cache: Any = None,
+        **context: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[batch, sequence, hidden] -> the same, and the attention weights where the attention function has them."""
+        query, key, value = self._rotated(hidden_states, *position_embeddings)
+        if cache is not None:
+            key, value = update_cache(cache, key, value, self.layer_idx, context)
+        attended, weights = attention_function(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.dropout if self.training else 0.0,
+            **context,
+        )
+        return self.o_proj(attended.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def _rotated(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [batch, heads, sequence, head_dim] each."""
+        if runs_packed(self, self.qkv_proj):
+            return ops.qkv_rope(self.qkv_proj(hidden_states), cos, sin, self.num_heads, self.num_key_value_heads)
+        query, key, value = (
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return *ops.rope(query, key, cos, sin), value
+
+
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention by plain matrix products, which also returns its weights: what "eager" names in the stock models.
+
+    Args:
+        query: [batch, heads, query length, head_dim].
+        key, value: [batch, key-value heads, key length, head_dim].
+        attention_mask: added to the scores, broadcastable to [batch, heads, query length, key length], or None.
+
+    Returns:
+        [batch, query length, heads, head_dim] and the weights [batch, heads, query length, key length].
+    """
+    groups = module.num_key_value_groups
+    key, value = (tensor.repeat_interleave(groups, dim=1) if groups > 1 else tensor for tensor in (key, value))
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights

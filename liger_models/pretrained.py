@@ -1,0 +1,296 @@
+"""Loading stock checkpoints strictly and saving them whole: what every native class adds to transformers' PreTrainedModel."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedConfig, initialization
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
+
+from liger_models.layers.linear import PackedLinear
+
+logger = logging.get_logger(__name__)
+
+# The arguments of from_pretrained that say where a checkpoint's files come from.
+HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that does not fit the model. The message names each key, and for a wrong shape both shapes."""
+
+
+class LigerPreTrainedModel(PreTrainedModel):
+    """Base of all native classes.
+
+    Class attributes of a family:
+        config_class: the stock configuration class.
+        stock_name: name of the stock class whose checkpoints this class reads and writes.
+        checkpoint_mapping: the family's weight mapping (on the base model's class; heads inherit it).
+        new_keys: parameters that a checkpoint may lack because they belong to a new head.
+        unused_keys: keys that a checkpoint may have because they belong to another head.
+    """
+
+    stock_name: ClassVar[str]
+    checkpoint_mapping: ClassVar[list | None] = None
+    new_keys: ClassVar[frozenset[str]] = frozenset()
+    unused_keys: ClassVar[frozenset[str]] = frozenset()
+
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _skip_keys_device_placement: ClassVar[list[str]] = ["cache", "past_key_values"]
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        # transformers looks the mapping up by class name. Subclasses have other names, also the class that FSDP2 makes.
+        if cls.checkpoint_mapping is not None:
+            register_checkpoint_conversion_mapping(cls.__name__, cls.checkpoint_mapping, overwrite=True)
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
+        if not isinstance(config, self.config_class):
+            raise TypeError(
+                f"{type(self).__name__} takes a {self.config_class.__name__}, not a {type(config).__name__}: use the class of "
+                f"that family"
+            )
+        super().__init__(config, *args, **kwargs)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, PackedLinear):
+            initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if module.bias is not None:
+                initialization.zeros_(module.bias)
+        else:
+            super()._init_weights(module)
+
+    # -- loading ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
+        """Load a stock checkpoint: every argument as in transformers, but every key has to be accounted for.
+
+        Raises:
+            CheckpointError: a key is missing, unexpected or has a wrong shape; a file is not readable; or the checkpoint
+                belongs to another architecture.
+            NotImplementedError: an argument that shards, quantises or reorders weights while they are loaded, which would cut
+                packed weights in the wrong places.
+        """
+        _refuse_loading(cls, kwargs)
+        _check_model_type(cls, pretrained_model_name_or_path, kwargs)
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{pretrained_model_name_or_path}: a weight file is damaged or cut off ({error}); download or copy it again"
+            ) from error
+
+    @staticmethod
+    def _finalize_model_loading(model, load_config, loading_info):
+        source = load_config.pretrained_model_name_or_path
+        problems = [_last_line(text) for text in loading_info.conversion_errors.values()]
+        if not load_config.ignore_mismatched_sizes:
+            problems += [
+                f"size mismatch for {key}: {tuple(there)} in the checkpoint, {tuple(here)} in the model"
+                for key, there, here in loading_info.mismatched_keys
+            ]
+        if problems:
+            raise CheckpointError(_report(type(model), source, problems))
+        loading_info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+        missing = sorted(loading_info.missing_keys - model.new_keys)
+        unexpected = sorted(loading_info.unexpected_keys - model.unused_keys)
+        problems = [f"missing key {stock}" for key in missing for stock in model._stock_keys(key)]
+        problems += [f"unexpected key {' or '.join(model._stock_keys(key))}" for key in unexpected]
+        if problems:
+            raise CheckpointError(_report(type(model), source, problems))
+        return loading_info
+
+    def _stock_keys(self, key: str) -> list[str]:
+        """The keys in a stock checkpoint that a native key stands for: its own, or those of a packed layer's parts."""
+        module_name, _, kind = key.rpartition(".")
+        owner, _, name = module_name.rpartition(".")
+        parts = {n.rpartition(".")[2]: m.part_names for n, m in self.named_modules() if isinstance(m, PackedLinear)}
+        return [f"{owner}.{part}.{kind}" for part in parts.get(name, (name,))] if owner else [key]
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs) -> None:
+        """Write a stock checkpoint: stock keys, shapes and `architectures`. Arguments as in transformers.
+
+        The files are written next to their place and moved there once all of them are whole, so a failure leaves the
+        directory as it was.
+        """
+        if kwargs.get("distributed_checkpoint"):
+            raise NotImplementedError(
+                "save_pretrained(distributed_checkpoint=True) would write packed weights: use torch.distributed.checkpoint for "
+                "training state, and save_pretrained(state_dict=full_state_dict) for the stock checkpoint"
+            )
+        # Always the family's own mapping: a model loaded from packed keys remembers none.
+        self._weight_conversions = None
+        directory = Path(save_directory)
+        if directory.is_file():
+            raise NotADirectoryError(f"cannot save to {directory}: it is a file, not a directory")
+        with _staged(directory, commit=is_main_process) as stage:
+            super().save_pretrained(stage, is_main_process=is_main_process, **_without_hub(kwargs))
+            self.config.architectures = [self.stock_name]
+            _name_stock_architecture(stage, self.stock_name)
+        if push_to_hub and is_main_process:
+            _upload(self, directory, kwargs)
+
+    # -- the configuration, and who may not read it -----------------------------------------------------------------
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The stock configuration.
+
+        `TrainingArguments(use_liger_kernel=True)` hands every model to Liger-Kernel's dispatcher, which goes by
+        `config.model_type` and would patch the stock module and this instance. It alone gets no configuration, and then
+        leaves the model as it is.
+        """
+        if not torch.compiler.is_compiling() and _asked_by_liger_kernel():
+            logger.warning_once(
+                f"use_liger_kernel has no effect on {type(self).__name__}: it is Liger-native already; nothing is patched."
+            )
+            return None  # type: ignore[return-value]
+        return self._config
+
+    @config.setter
+    def config(self, value: PreTrainedConfig) -> None:
+        self._config = value
+
+
+def _asked_by_liger_kernel() -> bool:
+    return sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] == "liger_kernel"
+
+
+def _refuse_loading(cls: type, kwargs: dict[str, Any]) -> None:
+    sharding = [name for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh") if kwargs.get(name) is not None]
+    if sharding:
+        raise NotImplementedError(
+            f"{cls.__name__}.from_pretrained({', '.join(sharding)}=...): transformers would cut each checkpoint tensor before "
+            f"it is packed, and q/k/v and gate/up would end up on the wrong ranks. Load without it, then shard with "
+            f"torch.distributed.fsdp.fully_shard or through Accelerate's FSDP plugin."
+        )
+    if kwargs.get("gguf_file") is not None:
+        raise NotImplementedError(
+            f"{cls.__name__}.from_pretrained(gguf_file=...): GGUF's names and row order do not chain with packing. Load the "
+            f"file with the stock class and GgufConfig(dequantize=True), save_pretrained it, and load that directory."
+        )
+    quantization = kwargs.get("quantization_config")
+    if quantization is not None and not getattr(quantization, "dequantize", False):
+        raise NotImplementedError(
+            f"{cls.__name__}.from_pretrained(quantization_config={type(quantization).__name__}): quantised packed projections "
+            f"are not supported. Load in bfloat16, or use the stock class for a quantised base model."
+        )
+
+
+def _check_model_type(cls: type[LigerPreTrainedModel], source: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse another architecture's checkpoint: its keys may be the same and its mathematics not."""
+    if source is None:  # from_pretrained(None, config=..., state_dict=...)
+        return
+    expected = cls.config_class.model_type
+    config = kwargs.get("config")
+    if isinstance(config, PreTrainedConfig):
+        found = config.model_type
+    else:
+        options = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+        found = PreTrainedConfig.get_config_dict(config if config is not None else source, **options)[0].get("model_type")
+    if found is not None and found != expected:
+        raise CheckpointError(
+            f"{source} holds a model of type {found!r}, and {cls.__name__} reads {expected!r}: use the class of that family"
+        )
+
+
+def _last_line(conversion_error: str) -> str:
+    """The message in one of transformers' conversion errors, which are a traceback, the message, and a note."""
+    return conversion_error.rpartition("\nError")[0].strip().rpartition("\n")[2]
+
+
+def _report(cls: type, source: Any, problems: list[str]) -> str:
+    shown, more = problems[:20], len(problems) - 20
+    lines = "\n  ".join([*shown, f"... and {more} more"] if more > 0 else shown)
+    return f"{source} does not fit {cls.__name__}; nothing was loaded:\n  {lines}"
+
+
+# A weight file or its index, and the shards that a save with other shard sizes leaves behind.
+_WEIGHT_FILE = re.compile(r"(pytorch_)?model(\.[^/]*)?(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+@contextmanager
+def _staged(directory: Path, *, commit: bool) -> Iterator[Path]:
+    """A temporary directory whose files move to `directory` once the block has ended without an error."""
+    existed = directory.exists()
+    parent = directory if existed else directory.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    stage = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=parent))
+    try:
+        yield stage
+        if commit:
+            _move(stage, directory)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _move(stage: Path, directory: Path) -> None:
+    written = sorted(path.name for path in stage.iterdir())
+    if not directory.exists():
+        os.chmod(stage, 0o777 & ~_umask())
+        stage.rename(directory)
+        return
+    # Weights before what points at them, so that a reader never finds an index without its files.
+    for name in sorted(written, key=lambda name: name.endswith(".json")):
+        os.replace(stage / name, directory / name)
+    if any(_WEIGHT_FILE.fullmatch(name) for name in written):
+        for path in directory.iterdir():
+            if path.is_file() and path.name not in written and _WEIGHT_FILE.fullmatch(path.name):
+                path.unlink()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _name_stock_architecture(stage: Path, stock_name: str) -> None:
+    path = stage / "config.json"
+    if path.exists():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["architectures"] = [stock_name]
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+_HUB_ARGUMENTS = ("repo_id", "commit_message", "create_pr", "private", "repo_type", "exist_ok")
+
+
+def _without_hub(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in _HUB_ARGUMENTS}
+
+
+def _upload(model: LigerPreTrainedModel, directory: Path, kwargs: dict[str, Any]) -> None:
+    """Upload the saved directory, as save_pretrained(push_to_hub=True) of the stock class does."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=kwargs.get("token"))
+    repository = api.create_repo(kwargs.get("repo_id", directory.name), private=kwargs.get("private"), exist_ok=True).repo_id
+    api.upload_folder(
+        repo_id=repository,
+        folder_path=directory,
+        commit_message=kwargs.get("commit_message", f"Upload {model.stock_name}"),
+        create_pr=kwargs.get("create_pr", False),
+    )
