@@ -203,7 +203,7 @@ def row_terms(
     return_token_accuracy: bool,
     return_predicted_tokens: bool,
 ) -> RowTerms:
-    """The terms of [rows, vocabulary] logits, multiplied by the normaliser. A sum over all rows is a sum over chunks of them."""
+    """The terms of [rows, vocabulary] logits, multiplied by the normaliser: sums over chunks of rows add up to the whole."""
     z = logits.to(compute_dtype(logits))
     z = z if logit_scale == 1.0 else logit_scale * z
     predicted = z.detach().argmax(-1) if return_token_accuracy or return_predicted_tokens else None
@@ -226,7 +226,7 @@ def row_terms(
         torch.where(valid, loss, 0.0),
         z_loss if return_z_loss else None,
         (valid & (predicted == targets)) * normaliser.accuracy if return_token_accuracy else None,
-        torch.where(valid, predicted, ignore_index) if return_predicted_tokens else None,
+        predicted.masked_fill(~valid, ignore_index) if predicted is not None and return_predicted_tokens else None,
     )
 
 

@@ -94,7 +94,9 @@ def fused_linear_cross_entropy(
             chunks.append(checkpoint(_chunk_terms, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             chunks.append(_chunk_terms(*arguments))
-    terms = RowTerms(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks)))
+    loss, *extras = (None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks))
+    assert loss is not None
+    terms = RowTerms(loss, *extras)
     return cross_entropy_result(reduce_rows(terms, target.shape, reduction))
 
 

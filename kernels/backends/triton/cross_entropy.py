@@ -16,7 +16,7 @@ from liger_models.kernels.backends.triton.launch import is_traced, launch, next_
 from liger_models.kernels.cross_entropy import RowTerms, check_arguments, check_targets, reduce_rows
 
 LANE_COLUMNS = 8  # 16 bytes of bf16: one load
-MAX_BLOCK = 16384  # columns: 16 per thread of the largest program, so its 64 registers per thread suffice
+MAX_BLOCK = 32768  # columns: 1024 threads of 48 registers, so one row per multiprocessor and all rows at work fit the L2 cache
 MAX_THREADS = 1024
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -261,7 +261,8 @@ class RowBuffers(NamedTuple):
     predicted: Tensor | None
 
     def rows(self, start: int, end: int) -> "RowBuffers":
-        return RowBuffers(*(None if buffer is None else buffer[start:end] for buffer in self))
+        extras = (None if buffer is None else buffer[start:end] for buffer in self[2:])
+        return RowBuffers(self.log2_sum[start:end], self.loss[start:end], *extras)
 
     def outputs(self, shape: tuple[int, ...], reduction: str) -> tuple[Tensor | None, ...]:
         """The op's outputs."""

@@ -129,7 +129,7 @@ def _chunks(
     """Run over the chunks; fill the buffers (`wants_loss`) and return the wanted gradients of hidden, weight and bias."""
     wants_hidden, wants_weight, wants_bias = wanted
     d_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wants_hidden else None
-    d_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if wants_bias else None
+    d_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if bias is not None and wants_bias else None
     d_weight = (
         torch.empty(weight.shape, dtype=accumulation_dtype or weight.dtype, device=weight.device) if wants_weight else None
     )
