@@ -450,6 +450,10 @@ class KernelSet:
     """The ops as resolved for one device type: immutable, one attribute per op."""
 
     __slots__ = ("_functions", "choices", "device", "functions")
+    device: str
+    functions: types.MappingProxyType[str, Callable]
+    choices: types.MappingProxyType[str, Choice]
+    _functions: dict[str, Callable]
 
     def __init__(self, device: str, functions: dict[str, Callable], choices: dict[str, Choice]):
         object.__setattr__(self, "device", device)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 from models.comparison import FP32, assert_equal, error, inputs_of, results, stock_names
 from models.families import ONE_PER_FAMILY, Case
 
