@@ -100,7 +100,7 @@ def test_between_training_steps(case: Case, checkpointed: bool, pair):
     for model in (stock.train(), native.train()):
         if checkpointed:
             model.gradient_checkpointing_enable()
-    expected = _generate(stock)  # in the same state: up to 5.22 a checkpointed layer in training drops its cache
+    expected = _generate(stock)  # in the same state: in 5.20 a checkpointed layer in training drops its cache
     inputs = inputs_of(native)
     before = native(**inputs).loss
     before.backward()
