@@ -29,7 +29,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fal
     Raises:
         ValueError: the shapes of q, k, cos and sin do not fit each other.
 
-    Source: Su et al. 2021, arXiv:2104.09864; in fp32 equal to apply_rotary_pos_emb of transformers' Llama, with `interleaved` to
+    Source: Su et al. 2021, arXiv:2104.09864; equal in fp32 to apply_rotary_pos_emb of transformers' Llama, `interleaved` to
     that of its GLM.
     """
     reason = misfit(q, k, cos, sin)

@@ -234,15 +234,19 @@ class LigerDecoderForCausalLM(LigerPreTrainedModel, GenerationMixin):
         )
         hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
         targets = _targets(labels, shift_labels, ignore_index)
+        if targets is not None and targets.shape[1] == outputs.last_hidden_state.shape[1]:
+            targets = keep_positions(targets, logits_to_keep)  # else the caller gave labels for the kept positions only
         if return_logits is None:
             return_logits = not (self.training and targets is not None) if skip_logits is None else not skip_logits
         logits = self._logits(hidden_states) if return_logits else None
         loss, accuracy, predicted = None, None, None
-        if targets is not None:
+        if targets is not None and hasattr(self, "_loss_function"):
+            loss = self._given_loss(hidden_states, logits, labels, shift_labels, num_items_in_batch)
+        elif targets is not None:
             loss, _, accuracy, predicted = self._loss(
                 hidden_states,
                 logits,
-                keep_positions(targets, logits_to_keep),
+                targets,
                 num_items_in_batch,
                 ignore_index=ignore_index,
                 return_token_accuracy=return_token_accuracy,
@@ -261,6 +265,23 @@ class LigerDecoderForCausalLM(LigerPreTrainedModel, GenerationMixin):
     def _logits(self, hidden_states: Tensor) -> Tensor:
         logits = self.lm_head(hidden_states)
         return logits if self.logit_softcap is None else self.logit_softcap * torch.tanh(logits / self.logit_softcap)
+
+    def _given_loss(
+        self,
+        hidden_states: Tensor,
+        logits: Tensor | None,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        num_items_in_batch: int | Tensor | None,
+    ) -> Tensor:
+        """The loss by the function that the user assigned to `model.loss_function`, which gets what the stock class gives it."""
+        given = {"shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+        return self.loss_function(
+            logits=self._logits(hidden_states) if logits is None else logits,
+            labels=labels,
+            vocab_size=self.config.vocab_size,
+            **{name: value for name, value in given.items() if value is not None},
+        )
 
     def _loss(
         self, hidden_states: Tensor, logits: Tensor | None, targets: Tensor, num_items: int | Tensor | None, **options: Any

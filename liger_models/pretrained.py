@@ -63,6 +63,14 @@ class LigerPreTrainedModel(PreTrainedModel):
         if cls.checkpoint_mapping is not None:
             register_checkpoint_conversion_mapping(cls.__name__, cls.checkpoint_mapping, overwrite=True)
 
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any):
+        if not isinstance(config, self.config_class):
+            raise TypeError(
+                f"{type(self).__name__} takes a {self.config_class.__name__}, not a {type(config).__name__}: use the class of "
+                f"that family"
+            )
+        super().__init__(config, *args, **kwargs)
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, PackedLinear):
             initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
@@ -104,14 +112,20 @@ class LigerPreTrainedModel(PreTrainedModel):
         if problems:
             raise CheckpointError(_report(type(model), source, problems))
         loading_info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
-        problems = [f"missing key {key}" for key in sorted(loading_info.missing_keys - model.new_keys)]
-        problems += [f"unexpected key {key}" for key in sorted(loading_info.unexpected_keys) if not model._is_unused(key)]
+        missing = sorted(loading_info.missing_keys - model.new_keys)
+        unexpected = sorted(loading_info.unexpected_keys - model.unused_keys)
+        problems = [f"missing key {stock}" for key in missing for stock in model._stock_keys(key)]
+        problems += [f"unexpected key {' or '.join(model._stock_keys(key))}" for key in unexpected]
         if problems:
             raise CheckpointError(_report(type(model), source, problems))
         return loading_info
 
-    def _is_unused(self, key: str) -> bool:
-        return key in self.unused_keys
+    def _stock_keys(self, key: str) -> list[str]:
+        """The keys in a stock checkpoint that a native key stands for: its own, or those of a packed layer's parts."""
+        module_name, _, kind = key.rpartition(".")
+        owner, _, name = module_name.rpartition(".")
+        parts = {n.rpartition(".")[2]: m.part_names for n, m in self.named_modules() if isinstance(m, PackedLinear)}
+        return [f"{owner}.{part}.{kind}" for part in parts.get(name, (name,))] if owner else [key]
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
@@ -126,6 +140,8 @@ class LigerPreTrainedModel(PreTrainedModel):
                 "save_pretrained(distributed_checkpoint=True) would write packed weights: use torch.distributed.checkpoint for "
                 "training state, and save_pretrained(state_dict=full_state_dict) for the stock checkpoint"
             )
+        # Always the family's own mapping: a model loaded from packed keys remembers none.
+        self._weight_conversions = None
         directory = Path(save_directory)
         if directory.is_file():
             raise NotADirectoryError(f"cannot save to {directory}: it is a file, not a directory")

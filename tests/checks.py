@@ -21,10 +21,12 @@ def gradients(function: Callable, arguments: Sequence, names: Sequence[str], wan
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     result = {f"output {index}": output.detach() for index, output in enumerate(outputs) if output is not None}
     generator = torch.Generator().manual_seed(seed)
-    differentiable = [o for o in outputs if o is not None and o.requires_grad]
+    given = [o for o in outputs if o is not None]
+    # Drawn for every output: an autograd Function calls all its outputs differentiable, where the reference may not.
+    weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device, o.dtype) for o in given]
+    differentiable = [(o, weight) for o, weight in zip(given, weights) if o.requires_grad]
     if differentiable:
-        weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in differentiable]
-        torch.autograd.backward(differentiable, weights)
+        torch.autograd.backward(*zip(*differentiable))
     for name, argument in zip(names, arguments):
         if isinstance(argument, torch.Tensor) and argument.is_floating_point():
             if name in wanted:

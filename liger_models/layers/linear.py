@@ -111,6 +111,22 @@ class _PartView(torch.Tensor):
         self._rows_of(self._source[0].data).copy_(value)
 
     @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self._source[0].requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value != self.requires_grad:
+            raise NotImplementedError(
+                "the weight or bias of one part of a packed layer cannot be frozen or trained by itself: set requires_grad of "
+                "the packed parameter (qkv_proj, gate_up_proj); with PEFT use bias='none' or bias='all'"
+            )
+
+    def requires_grad_(self, requires_grad: bool = True) -> _PartView:
+        self.requires_grad = requires_grad
+        return self
+
+    @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         gradient = self._source[0].grad
         return None if gradient is None else self._rows_of(gradient)
@@ -130,9 +146,9 @@ def parts_of(owner: nn.Module, packed: PackedLinear) -> list[nn.Module]:
     return [getattr(owner, name) for name in packed.part_names]
 
 
-def runs_packed(owner: nn.Module, packed: nn.Module) -> bool:
-    """Whether the packed product equals what the owner's parts would compute one by one."""
-    return is_plain(packed, PackedLinear) and all(is_plain(part, PartLinear) for part in parts_of(owner, packed))
+def runs_packed(owner: nn.Module, packed: PackedLinear) -> bool:
+    """Whether calling the packed layer equals calling the owner's parts one by one: nothing has wrapped a part."""
+    return all(is_plain(part, PartLinear) for part in parts_of(owner, packed))
 
 
 def _pack_stock_keys(packed_name, owner, state_dict, prefix, metadata, strict, missing, unexpected, errors) -> None:
@@ -146,6 +162,8 @@ def _pack_stock_keys(packed_name, owner, state_dict, prefix, metadata, strict, m
             continue
         tensors = {name: state_dict.pop(key) for name, key in found.items()}
         wrong = _wrong_shapes(packed, parameter, keys, tensors)
+        if f"{prefix}{packed_name}.{kind}" in state_dict:
+            wrong.append(f"the state dict has both {prefix}{packed_name}.{kind} and parts of it: {', '.join(found.values())}")
         errors.extend(wrong)
         missing.extend(key for name, key in keys.items() if name not in found)
         if wrong:

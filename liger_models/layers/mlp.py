@@ -40,7 +40,8 @@ class LigerGatedMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         packed, down = self.gate_up_proj, self.down_proj
-        if self.fused_activation is not None and runs_packed(self, packed) and is_plain(down, nn.Linear):
+        plain = is_plain(packed, PackedLinear) and is_plain(down, nn.Linear)
+        if self.fused_activation is not None and plain and runs_packed(self, packed):
             return ops.gated_mlp(hidden_states, packed.weight, down.weight, packed.bias, down.bias, self.fused_activation)
         return down(self._gated(*self._gate_and_up(hidden_states)))
 

@@ -5,11 +5,12 @@
     python compile_for_target.py cuda 90 32 rope every_length      # one op, and another function of its examples
 
 Triton's own launch path runs up to the launch itself: it specialises the arguments and compiles. So the signatures and
-constants are those that the backend passes. Prints a JSON object: "compiled" has for each kernel (`module.kernel`) the number of
-its compiled variants and their largest shared memory in bytes; "functions" has for each function under @triton.jit that the
-backend's modules define the kernels that inline it.
+constants are those that the backend passes. Prints a JSON object: "compiled" has for each kernel (`module.kernel`) the
+number of its compiled variants and their largest shared memory in bytes; "functions" has for each function under @triton.jit
+that the backend's modules define the kernels that inline it.
 """
 
+import ast
 import importlib
 import importlib.util
 import json
@@ -99,9 +100,13 @@ def report(kernels: dict[str, JITFunction]) -> dict:
 
 
 def called_by(name: str, kernels: dict[str, JITFunction]) -> list[str]:
-    """The kernels whose source mentions a function: they inline it."""
-    function = name.rpartition(".")[2]
-    return [other for other, kernel in kernels.items() if other != name and f"{function}(" in kernel.src]
+    """The kernels that mention a function by a name that means it in their module: they inline it."""
+    callers = []
+    for other, kernel in kernels.items():
+        names = {node.id for node in ast.walk(ast.parse(kernel.src)) if isinstance(node, ast.Name)}
+        if any(kernel.fn.__globals__.get(mentioned) is kernels[name] for mentioned in names):
+            callers.append(other)
+    return callers
 
 
 if __name__ == "__main__":

@@ -41,6 +41,23 @@ def poisoned_empty(monkeypatch):
     monkeypatch.setattr(torch, "empty", poison)
 
 
+def round_to_bfloat16_as_hardware_does(monkeypatch):
+    """Triton's interpreter cuts fp32 off at bf16, an error of up to a whole spacing; compiled kernels round to nearest even."""
+    # Not before TRITON_INTERPRET is set: it decides what the import of triton.language defines.
+    from triton import language
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_float(data, source, target, rounding_mode):
+        if source != language.float32 or target != language.bfloat16:
+            return convert(data, source, target, rounding_mode)
+        values = torch.from_numpy(data.reshape(-1).view("float32").copy())
+        return values.bfloat16().view(torch.uint16).numpy().reshape(data.shape)  # bits, as the interpreter keeps a bf16
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert_float)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch) -> str:
     """The device of a test of Triton kernels."""
@@ -48,6 +65,7 @@ def device(request, monkeypatch) -> str:
         if torch.cuda.is_available():
             pytest.skip("kernels are compiled for the GPU in this process, not interpreted")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
+        round_to_bfloat16_as_hardware_does(monkeypatch)
     elif not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return request.param

@@ -57,4 +57,5 @@ def shared_memory(device: torch.device) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    return triton.next_power_of_2(n)
+    """The block size for n elements. A symbolic size becomes a number here: blocks are compile-time constants."""
+    return triton.next_power_of_2(int(n))

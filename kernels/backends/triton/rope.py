@@ -144,7 +144,7 @@ def move_heads(sources, targets, heads, rows, head_dim, cos, sin, interleaved, i
 
     Args:
         sources: three [batch, heads, sequence, head_dim] tensors of any strides; None reads as zeros.
-        targets: three tensors, of which the start counts, that take a token's heads contiguously; None for a part without heads.
+        targets: three tensors whose starts count, to take a token's heads contiguously; None for a part without heads.
         heads: the parts' numbers of heads; 0 for a part to be left out.
         rows: the distance of tokens in each target, in elements.
         is_backward: rotate by the negative angle.

@@ -1,0 +1,76 @@
+"""torch.compile of whole training steps without a graph break, and torch.export, as far as the stock class has them."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+from models.comparison import FP32, assert_equal, error, inputs_of, results, stock_names
+from models.families import MAIN, ONE_PER_FAMILY, Case
+
+main_cases = pytest.mark.parametrize("case", MAIN, ids=str)
+one_case = pytest.mark.parametrize("case", ONE_PER_FAMILY, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _compiled(model, backend: str):
+    """The model with its forward compiled, so that parameters keep their names."""
+    model.forward = torch.compile(model.forward, fullgraph=True, backend=backend, dynamic=False)
+    return model
+
+
+ONE_LAYER = {"num_hidden_layers": 1}  # the layers are alike, and each takes seconds to trace
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@one_case
+def test_compiled_forward_and_backward(case: Case, training: bool, pair):
+    stock, native = pair(case, saved_with=ONE_LAYER)
+    names, inputs = stock_names(stock), inputs_of(stock)
+    native.train(training)
+    expected = results(stock, names, **inputs)
+    actual = results(_compiled(native, "aot_eager"), names, **inputs)
+    assert_equal(actual, expected, without=("logits",) if training else ())
+
+
+@one_case
+def test_inductor(case: Case, pair):
+    stock, native = pair(case, saved_with={**ONE_LAYER, "tie_word_embeddings": True})
+    names, inputs = stock_names(stock), inputs_of(stock)
+    actual = results(_compiled(native.train(), "inductor"), names, **inputs)
+    assert_equal(actual, results(stock, names, **inputs), without=("logits",))
+
+
+@main_cases
+def test_no_graph_breaks(case: Case, build):
+    native = build("native", case).train()
+    explained = torch._dynamo.explain(native)(**inputs_of(native))
+    assert explained.graph_break_count == 0, explained.break_reasons
+    assert explained.graph_count == 1
+
+
+@one_case
+def test_other_lengths_do_not_recompile_each_time(case: Case, build):
+    """The second length makes sizes dynamic, and the third finds a graph, as with the stock class."""
+    native = build("native", case, saved_with=ONE_LAYER).train()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    model = torch.compile(native, fullgraph=True, backend=counter)
+    for length in (11, 13, 17):
+        inputs = inputs_of(native, length=length)
+        assert error(model(**inputs).loss, native(**inputs).loss) <= FP32
+    assert counter.frame_count <= 2
+
+
+@one_case
+def test_export(case: Case, pair):
+    stock, native = pair(case)
+    tokens = inputs_of(stock)["input_ids"]
+    with torch.no_grad():
+        exported = torch.export.export(native, (), {"input_ids": tokens, "use_cache": False}, strict=False)
+        other = tokens.flip(1)
+        outputs = exported.module()(input_ids=other, use_cache=False)
+        assert error(outputs.logits, stock(input_ids=other).logits) <= FP32
