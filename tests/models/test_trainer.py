@@ -164,7 +164,7 @@ def test_evaluation_with_metrics(tmp_path, checkpoint):
     for name, choose in (("stock", stock_class), ("native", native_class)):
         model = choose("causal").from_pretrained(checkpoint)
         results[name] = trainer(model, tmp_path / name, compute_metrics=metrics_into(name)).evaluate()
-    assert seen["native"].predictions.shape == seen["stock"].predictions.shape == (10, 12, 61)
+    assert seen["native"].predictions.shape == (*seen["stock"].label_ids.shape, 61)
     counted = seen["stock"].label_ids != -100
     assert_close(torch.from_numpy(seen["native"].predictions[counted]), torch.from_numpy(seen["stock"].predictions[counted]))
     assert results["native"]["eval_loss"] == pytest.approx(results["stock"]["eval_loss"], rel=TOLERANCE)
