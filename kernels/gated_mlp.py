@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 

@@ -40,7 +40,6 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,30 +72,25 @@ class Contract:
     autocast: tuple[str, ...]
     result: Callable[[tuple], Any]
 
-    @cached_property
-    def parameters(self) -> tuple[inspect.Parameter, ...]:
-        return tuple(inspect.signature(self.reference).parameters.values())
+    # All of it is computed at declaration: a call may be traced, and an attribute that appears then fails torch.compile's guards.
+    names: tuple[str, ...] = field(init=False)
+    defaults: tuple[Any, ...] = field(init=False)
+    annotations: dict[str, Any] = field(init=False)
+    positions: tuple[int, ...] = field(init=False)  # of the differentiable arguments
+    needs_type: type = field(init=False)
 
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        return tuple(parameter.name for parameter in self.parameters)
-
-    @cached_property
-    def annotations(self) -> dict[str, Any]:
-        return typing.get_type_hints(self.reference)
-
-    @cached_property
-    def defaults(self) -> tuple[Any, ...]:
-        return tuple(parameter.default for parameter in self.parameters)
-
-    @cached_property
-    def positions(self) -> tuple[int, ...]:
-        """Positions of the differentiable arguments."""
-        return tuple(self.names.index(name) for name in self.differentiable)
-
-    @cached_property
-    def needs_type(self) -> type:
-        return namedtuple(f"{self.name}_needs", self.differentiable)
+    def __post_init__(self):
+        parameters = inspect.signature(self.reference).parameters.values()
+        names = tuple(parameter.name for parameter in parameters)
+        derived = {
+            "names": names,
+            "defaults": tuple(parameter.default for parameter in parameters),
+            "annotations": typing.get_type_hints(self.reference),
+            "positions": tuple(names.index(name) for name in self.differentiable),
+            "needs_type": namedtuple(f"{self.name}_needs", self.differentiable),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def arguments(self, args: tuple, kwargs: dict) -> tuple:
         """All arguments in order, defaults filled in. Raises TypeError as a plain call of the reference would."""
@@ -212,16 +206,17 @@ class Implementation:
     backward_again: Callable | None = None
     traced_backward: Callable | None = None
     keeps: tuple[str, ...] = field(init=False)
+    # For each name that backward keeps: (name, where it comes from, index there).
+    plan: tuple[tuple[str, str, int], ...] = field(init=False)
 
     def __post_init__(self):
         names: tuple[str, ...] = ()
         if self.backward is not None:
             names = tuple(inspect.signature(self.backward).parameters)[2:]
         object.__setattr__(self, "keeps", names)
+        object.__setattr__(self, "plan", self._plan())
 
-    @cached_property
-    def plan(self) -> tuple[tuple[str, str, int], ...]:
-        """For each name that backward keeps: (name, where it comes from, index there)."""
+    def _plan(self) -> tuple[tuple[str, str, int], ...]:
         plan, saved = [], 0
         for name in self.keeps:
             if name in self.contract.names:
@@ -516,6 +511,12 @@ def resolve(device: str | torch.device) -> KernelSet:
         return _RESOLVED.setdefault((device_type, _named_backend), _resolve(device_type, _named_backend))
 
 
+def resolve_present() -> None:
+    """Resolve for the devices that this machine has. torch.compile can trace a look-up, not a resolution with its imports."""
+    for device in {"cpu", infer_device()}:
+        resolve(device)
+
+
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Within the block every op runs on the backend of this name ("torch", "triton" or a vendor), in the whole process.
@@ -527,6 +528,7 @@ def use_backend(name: str) -> Iterator[None]:
     _backend_package(name)
     previous, _named_backend = _named_backend, name
     try:
+        resolve_present()
         yield
     finally:
         _named_backend = previous

@@ -135,7 +135,7 @@ def _second_sweep(
     """Write (factor·softmax - smoothing·w - hit at the target)·dz/dlogits. Backwards: the last columns read are in cache."""
     lanes = tl.arange(0, LANES)
     blocks = tl.cdiv(vocabulary, LANES * LANE_COLUMNS)
-    for block in range(0, blocks):
+    for block in range(blocks):
         start = (blocks - 1 - block) * (LANES * LANE_COLUMNS)
         columns = start + lanes[:, None] * LANE_COLUMNS + tl.arange(0, LANE_COLUMNS)[None, :]
         mask = columns < vocabulary

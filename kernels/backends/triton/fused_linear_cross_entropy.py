@@ -130,7 +130,9 @@ def _chunks(
     wants_hidden, wants_weight, wants_bias = wanted
     d_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wants_hidden else None
     d_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if wants_bias else None
-    d_weight = torch.empty(weight.shape, dtype=accumulation_dtype or weight.dtype, device=weight.device) if wants_weight else None
+    d_weight = (
+        torch.empty(weight.shape, dtype=accumulation_dtype or weight.dtype, device=weight.device) if wants_weight else None
+    )
     if not is_traced(hidden):
         size = contract.chunk_rows(hidden.shape[0], weight.shape[0], hidden.element_size(), memory_budget)
         buffer = _logits_buffer(min(size, hidden.shape[0]), weight.shape[0], hidden)
