@@ -535,12 +535,6 @@ def resolve(device: str | torch.device) -> KernelSet:
         return _RESOLVED.setdefault((device_type, _named_backend), _resolve(device_type, _named_backend))
 
 
-def resolve_present() -> None:
-    """Resolve for the devices that this machine has. torch.compile can trace a look-up, not a resolution with its imports."""
-    for device in {"cpu", infer_device()}:
-        resolve(device)
-
-
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Within the block every op runs on the backend of this name ("torch", "triton" or a vendor), in the whole process.
@@ -552,7 +546,6 @@ def use_backend(name: str) -> Iterator[None]:
     _backend_package(name)
     previous, _named_backend = _named_backend, name
     try:
-        resolve_present()
         yield
     finally:
         _named_backend = previous
