@@ -53,7 +53,7 @@ format: $(INSTALLED) ## let ruff rewrite the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-quickstart: $(INSTALLED) ## load, check, train and export a real model, in about three minutes on two cores
+quickstart: $(INSTALLED) ## load, check, train and export a real model, in under four minutes on two cores
 	$(BIN)/python examples/quickstart.py $(ARGUMENTS)
 
 clean: ## remove the environments and every cache except downloaded weights

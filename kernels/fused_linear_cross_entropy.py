@@ -84,7 +84,8 @@ def fused_linear_cross_entropy(
     size = chunk_rows(rows.shape[0], weight.shape[0], dtype.itemsize, memory_budget)
     recompute = torch.is_grad_enabled() and rows.shape[0] > size
     chunks = []
-    for start in range(0, max(rows.shape[0], 1), size):
+    # A single chunk is no loop: torch.compile would make a graph for each number of rows.
+    for start in (0,) if rows.shape[0] <= size else range(0, rows.shape[0], size):
         arguments = (
             rows[start : start + size], shared, bias, targets[start : start + size], class_weight, normaliser, ignore_index,
             lse_square_scale, label_smoothing, softcap, logit_scale, return_z_loss, return_token_accuracy,

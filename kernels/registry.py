@@ -72,7 +72,7 @@ class Contract:
     autocast: tuple[str, ...]
     result: Callable[[tuple], Any]
 
-    # All of it is computed at declaration: a call may be traced, and an attribute that appears then fails torch.compile's guards.
+    # Computed at declaration: a call may be traced, and an attribute that appears then fails torch.compile's guards.
     names: tuple[str, ...] = field(init=False)
     defaults: tuple[Any, ...] = field(init=False)
     annotations: dict[str, Any] = field(init=False)
@@ -94,9 +94,10 @@ class Contract:
 
     def arguments(self, args: tuple, kwargs: dict) -> tuple:
         """All arguments in order, defaults filled in. Raises TypeError as a plain call of the reference would."""
-        if kwargs or (len(args) < len(self.defaults) and self.defaults[len(args)] is inspect.Parameter.empty):
+        given, defaults = len(args), self.defaults
+        if kwargs or given > len(defaults) or (given < len(defaults) and defaults[given] is inspect.Parameter.empty):
             return self._bind(args, kwargs)
-        return args + self.defaults[len(args) :]
+        return args + defaults[given:]
 
     def _bind(self, args: tuple, kwargs: dict) -> tuple:
         rest = []
@@ -464,6 +465,9 @@ class KernelSet:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a KernelSet is immutable: cannot set {name!r}; use ops.use_backend to choose another backend")
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a KernelSet is immutable: cannot delete {name!r}")
+
     def __getattr__(self, name: str) -> Callable:
         try:
             return self.functions[name]
@@ -480,6 +484,11 @@ class KernelSet:
         return "\n".join([f"kernel set for {self.device}", *lines])
 
 
+class _Traced:
+    """Per device type and named backend, the functions that compiled graphs call."""
+
+
+_TRACED = _Traced()
 _RESOLVED: dict[tuple[str, str | None], KernelSet] = {}
 # A process-wide choice, not a context variable: backward recomputes checkpointed layers on autograd's own threads.
 _named_backend: str | None = os.environ.get("LIGER_BACKEND") or None
@@ -487,6 +496,7 @@ _named_backend: str | None = os.environ.get("LIGER_BACKEND") or None
 
 def _forget_resolved() -> None:
     _RESOLVED.clear()
+    vars(_TRACED).clear()
 
 
 def functions_for(device: torch.device) -> dict[str, Callable]:
@@ -494,8 +504,22 @@ def functions_for(device: torch.device) -> dict[str, Callable]:
 
     A plain dictionary, to be read only: torch.compile breaks the graph at a mapping proxy once any dictionary was changed.
     """
+    if torch.compiler.is_compiling():
+        return getattr(_TRACED, _resolved_while_tracing(device.type, _named_backend))
     kernel_set = _RESOLVED.get((device.type, _named_backend))
     return (kernel_set if kernel_set is not None else resolve(device))._functions
+
+
+@torch.compiler.assume_constant_result
+def _resolved_while_tracing(device_type: str, named: str | None) -> str:
+    """The attribute of _TRACED with the functions for a device type.
+
+    A compiled function may be the first to use a device, and resolution cannot be traced: it runs here, while the graph is
+    made. The graph then reads an attribute, which it guards; a dictionary it would have seen as it was before.
+    """
+    key = f"{device_type}_{named}"
+    setattr(_TRACED, key, resolve(device_type)._functions)
+    return key
 
 
 def resolve(device: str | torch.device) -> KernelSet:
@@ -511,12 +535,6 @@ def resolve(device: str | torch.device) -> KernelSet:
         return _RESOLVED.setdefault((device_type, _named_backend), _resolve(device_type, _named_backend))
 
 
-def resolve_present() -> None:
-    """Resolve for the devices that this machine has. torch.compile can trace a look-up, not a resolution with its imports."""
-    for device in {"cpu", infer_device()}:
-        resolve(device)
-
-
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Within the block every op runs on the backend of this name ("torch", "triton" or a vendor), in the whole process.
@@ -528,7 +546,6 @@ def use_backend(name: str) -> Iterator[None]:
     _backend_package(name)
     previous, _named_backend = _named_backend, name
     try:
-        resolve_present()
         yield
     finally:
         _named_backend = previous
@@ -542,7 +559,7 @@ def _backend_package(name: str) -> str | None:
         if info.vendor == name:
             return info.package or f"{_BACKENDS}._{name}"
     package = f"{_BACKENDS}.{name}"
-    if importlib.util.find_spec(package) is None:
+    if not name.isidentifier() or name.startswith("_") or importlib.util.find_spec(package) is None:
         known = sorted({REFERENCE, DEFAULT_BACKEND, *(info.vendor for info in VENDOR_REGISTRY.values())})
         raise KernelUnavailableError(f"no backend {name!r}; this installation has {', '.join(known)}")
     return package
@@ -585,6 +602,9 @@ def _implementation(contract: Contract, backend: str, device: str) -> tuple[Impl
     """A backend's implementation of an op for a device type and why it is offered, or None and why not."""
     package = _backend_package(backend)
     assert package is not None
+    serves = [info.device for info in VENDOR_REGISTRY.values() if info.vendor == backend]
+    if serves and device not in serves:  # before its package is imported: the libraries it needs may not be here
+        return None, f"it serves {', '.join(serves)}, not {device}"
     reason = importlib.import_module(package).unavailable(device)
     if reason is not None:
         return None, reason

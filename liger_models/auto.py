@@ -16,7 +16,7 @@ FAMILIES = {"llama": ("liger_models.models.llama", "LigerLlama")}
 # classification heads ask AutoModel for their base model and would be built on a native one.
 _HEADS = {AutoModelForCausalLM: "ForCausalLM", AutoModelForSequenceClassification: "ForSequenceClassification"}
 
-_previous: list[dict] = []
+_registrations: list[_Registration] = []
 
 
 class UnsupportedModelError(ValueError):
@@ -38,13 +38,37 @@ def native_class(model_type: str, ending: str = "ForCausalLM") -> type[LigerPreT
 
 
 class _Registration:
-    """What `register_auto_models` returns: leaving a `with` block undoes the registration."""
+    """What `register_auto_models` did and how to undo it. Leaving a `with` block undoes it, unless that happened already."""
+
+    def __init__(self):
+        self._before: dict[tuple[type, type], type | None] = {}
+        for auto_class, ending in _HEADS.items():
+            for model_type in FAMILIES:
+                self._register(auto_class, native_class(model_type, ending))
+        _registrations.append(self)
+
+    def _register(self, auto_class: Any, cls: type[LigerPreTrainedModel]) -> None:
+        self._before[auto_class, cls] = auto_class._model_mapping._extra_content.get(cls.config_class)
+        auto_class.register(cls.config_class, cls, exist_ok=True)
+
+    def undo(self) -> None:
+        if self not in _registrations:
+            return
+        _registrations.remove(self)
+        for (auto_class, cls), before in self._before.items():
+            registered = auto_class._model_mapping._extra_content
+            if registered.get(cls.config_class) is not cls:
+                continue  # somebody has registered another class since: theirs stays
+            if before is None:
+                del registered[cls.config_class]
+            else:
+                registered[cls.config_class] = before
 
     def __enter__(self) -> _Registration:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        unregister_auto_models()
+        self.undo()
 
 
 def register_auto_models() -> _Registration:
@@ -52,27 +76,13 @@ def register_auto_models() -> _Registration:
 
     A plain call holds until `unregister_auto_models()`; as a context manager it holds within the block. Calls nest.
     """
-    before = {}
-    for auto_class, ending in _HEADS.items():
-        for model_type in FAMILIES:
-            cls = native_class(model_type, ending)
-            registered = auto_class._model_mapping._extra_content
-            before[auto_class, cls.config_class] = registered.get(cls.config_class)
-            auto_class.register(cls.config_class, cls, exist_ok=True)
-    _previous.append(before)
     return _Registration()
 
 
 def unregister_auto_models() -> None:
     """Undo the last `register_auto_models()`: what stood there before stands there again. Without one, do nothing."""
-    if not _previous:
-        return
-    for (auto_class, config_class), cls in _previous.pop().items():
-        registered = auto_class._model_mapping._extra_content
-        if cls is None:
-            registered.pop(config_class, None)
-        else:
-            registered[config_class] = cls
+    if _registrations:
+        _registrations[-1].undo()
 
 
 class LigerAutoModelForCausalLM:

@@ -202,7 +202,6 @@ class LigerDecoderForCausalLM(LigerPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         *,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
         ignore_index: int = -100,
         skip_logits: bool | None = None,
@@ -217,12 +216,14 @@ class LigerDecoderForCausalLM(LigerPreTrainedModel, GenerationMixin):
 
         Args:
             labels: [batch, sequence]; the logits at a position are held against the label of the next.
-            shift_labels: [batch, sequence]; held against the logits at the same position. Wins over `labels`.
+            shift_labels: [batch, sequence]; held against the logits at the same position. Wins over `labels`. (Not in the
+                signature: transformers' Trainer would take it for a label that every batch must have.)
             num_items_in_batch: divides the summed loss in place of the number of labels that count.
             logits_to_keep: which positions get logits, and count in the loss: the last n, or an index or mask tensor.
             skip_logits, return_logits: whether `logits` is None. Default: only in training with labels.
             return_token_accuracy, return_predicted_tokens: fill in the fields of these names.
         """
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -274,7 +275,7 @@ class LigerDecoderForCausalLM(LigerPreTrainedModel, GenerationMixin):
         shift_labels: Tensor | None,
         num_items_in_batch: int | Tensor | None,
     ) -> Tensor:
-        """The loss by the function that the user assigned to `model.loss_function`, which gets what the stock class gives it."""
+        """The loss by the function that the user assigned to `model.loss_function`, called as the stock class calls it."""
         given = {"shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
         return self.loss_function(
             logits=self._logits(hidden_states) if logits is None else logits,

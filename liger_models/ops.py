@@ -67,8 +67,6 @@ def _autocast(arguments: tuple, positions: tuple[int, ...], dtype: torch.dtype) 
 
 globals().update({name: _resolved(contract) for name, contract in registry.contracts().items()})
 
-registry.resolve_present()
-
 __all__ = [
     "VENDOR_REGISTRY",
     "KernelSet",

@@ -71,6 +71,17 @@ class LigerPreTrainedModel(PreTrainedModel):
             )
         super().__init__(config, *args, **kwargs)
 
+    def post_init(self) -> None:
+        super().post_init()
+        self._tp_plan = {}  # the stock plan, which transformers has just merged in, names parts that share one parameter
+
+    def _get_name(self) -> str:
+        # The Trainer goes by this name to find out whether label smoothing has to shift the labels.
+        return self.stock_name
+
+    def __repr__(self) -> str:
+        return type(self).__name__ + super().__repr__().removeprefix(self.stock_name)
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, PackedLinear):
             initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from tiny_llama import CASES, native_class, read_tensors, save_stock, stock_class, write_shards, write_tensors
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, Qwen2Config, Qwen2ForCausalLM
 
 REFUSED = (ValueError, RuntimeError, OSError, KeyError)
 MISSING = [
@@ -152,13 +152,20 @@ def test_checkpoint_of_another_family(tmp_path, family):
         native_class("causal").from_pretrained(tmp_path)
 
 
-def test_configuration_of_another_family(tmp_path):
-    config = Qwen2Config(vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=1, num_attention_heads=4)
-    with pytest.raises((*REFUSED, TypeError), match=r"(?i)qwen2"):
-        native_class("causal")(config)
-    source = save_stock(tmp_path / "in")
-    with pytest.raises((*REFUSED, TypeError), match=r"(?i)qwen2"):
-        native_class("causal").from_pretrained(source, config=config)
+@pytest.mark.parametrize("route", ["class", "_from_config", "from_pretrained"])
+@pytest.mark.parametrize("config_class", [Qwen2Config, GraniteConfig])
+def test_configuration_of_another_family(tmp_path, config_class, route):
+    """Granite's has every attribute of Llama's and other mathematics (its multipliers): it must not pass."""
+    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = config_class(vocab_size=61, num_key_value_heads=2, **sizes)
+    cls = native_class("causal")
+    with pytest.raises((*REFUSED, TypeError), match=rf"(?i){config.model_type}"):
+        if route == "class":
+            cls(config)
+        elif route == "_from_config":
+            cls._from_config(config)
+        else:
+            cls.from_pretrained(save_stock(tmp_path / "in"), config=config)
 
 
 @pytest.mark.parametrize("keep", [4, 200, 0.5, -1])

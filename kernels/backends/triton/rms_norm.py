@@ -94,6 +94,7 @@ def backward(needs, gradients, *, x, weight, offset, scale_in_fp32, rstd):
 def normalise(x, residual, weight, eps, offset, scale_in_fp32):
     """(normed, x + residual or None, reciprocal root mean square of each row), all contiguous."""
     rows, summed, residual_rows = rows_of(x), None, None
+    weight = None if weight is None else weight.contiguous()
     dtype = x.dtype
     if residual is not None:
         dtype, residual_rows = torch.promote_types(x.dtype, residual.dtype), rows_of(residual)
@@ -116,6 +117,7 @@ def normalise(x, residual, weight, eps, offset, scale_in_fp32):
 def input_gradients(dy, dsummed, x, weight, offset, scale_in_fp32, rstd, wants_dx, wants_dweight):
     """(gradient of x or None, gradient of the weight or None); `dsummed` is added to the gradient of x if it is given."""
     rows, dy, dsummed = rows_of(x), rows_of(dy), None if dsummed is None else rows_of(dsummed)
+    weight = None if weight is None else weight.contiguous()
     count, hidden = rows.shape
     tile_rows, block, warps, stages, per_multiprocessor = backward_tile(
         hidden, rows.element_size() + dy.element_size(), shared_memory(x.device)
