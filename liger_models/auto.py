@@ -41,13 +41,13 @@ class _Registration:
     """What `register_auto_models` did and how to undo it. Leaving a `with` block undoes it, unless that happened already."""
 
     def __init__(self):
-        self._before: dict[tuple[type, type], type | None] = {}
+        self._before: dict[tuple[Any, Any], Any] = {}
         for auto_class, ending in _HEADS.items():
             for model_type in FAMILIES:
                 self._register(auto_class, native_class(model_type, ending))
         _registrations.append(self)
 
-    def _register(self, auto_class: Any, cls: type[LigerPreTrainedModel]) -> None:
+    def _register(self, auto_class: Any, cls: Any) -> None:
         self._before[auto_class, cls] = auto_class._model_mapping._extra_content.get(cls.config_class)
         auto_class.register(cls.config_class, cls, exist_ok=True)
 

@@ -53,7 +53,8 @@ def _resolved(contract: Contract) -> Callable:
         return functions_for(device)[name](*arguments)
 
     op.__module__ = __name__
-    op.__code__ = op.__code__.replace(co_name=name)  # each its own: torch.compile limits recompilations per code object
+    # Each its own: torch.compile limits recompilations per code object.
+    op.__code__ = op.__code__.replace(co_name=name)  # type: ignore[attr-defined]
     return op
 
 

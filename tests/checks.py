@@ -87,5 +87,8 @@ def to_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """The tensor on a device with its strides kept: layouts are part of what is tested."""
     if device == "cpu":
         return tensor
+    if 0 in tensor.stride() and tensor.numel():  # expanded: one element is moved, and expanded there
+        first = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
+        return first.to(device).expand(tensor.shape)
     moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return moved.copy_(tensor) if tensor.numel() else moved

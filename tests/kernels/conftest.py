@@ -29,7 +29,8 @@ def poison(*size, dtype=None, device=None, **options):
     """torch.empty whose floating-point content is NaN: an element that a kernel forgets to write shows."""
     tensor = _empty(*size, dtype=dtype, device=device, **options)
     if tensor.is_floating_point() and tensor.device.type != "meta":
-        tensor.fill_(float("nan"))
+        with torch.no_grad():
+            tensor.fill_(float("nan"))
     return tensor
 
 

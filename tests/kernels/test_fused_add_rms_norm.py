@@ -107,8 +107,9 @@ def test_one_gradient_for_two_inputs_is_not_accumulated_into_twice(device, use, 
         with ops.use_backend("triton"):
             function(*actual).backward()
     for mine, theirs in zip(actual, exact):
-        # a chain of a dozen fp32 steps
-        torch.testing.assert_close(mine.grad.cpu().double(), theirs.grad, rtol=1e-5, atol=1e-4)
+        # a chain of a dozen fp32 steps, whose terms cancel: relative to the largest element
+        error = (mine.grad.cpu().double() - theirs.grad).abs().max() / theirs.grad.abs().max()
+        assert error <= 64 * 2.0**-23
     assert actual[0].grad.data_ptr() != actual[1].grad.data_ptr()
 
 
