@@ -5,9 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
-
-from liger_models.pretrained import HUB_OPTIONS, LigerPreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 # For each model type: the module of its family and the stem of its class names.
 FAMILIES = {"llama": ("liger_models.models.llama", "LigerLlama")}
@@ -23,7 +21,7 @@ class UnsupportedModelError(ValueError):
     """A model type for which there is no native class."""
 
 
-def native_class(model_type: str, ending: str = "ForCausalLM") -> type[LigerPreTrainedModel]:
+def native_class(model_type: str, ending: str = "ForCausalLM") -> type[PreTrainedModel]:
     """The native class of a model type ("llama") with a head ("ForCausalLM", "ForSequenceClassification", "Model").
 
     Raises:
@@ -95,15 +93,16 @@ class LigerAutoModelForCausalLM:
         )
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs) -> LigerPreTrainedModel:
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs) -> PreTrainedModel:
         """As AutoModelForCausalLM.from_pretrained. Raises UnsupportedModelError for a type without a native class."""
         config = kwargs.get("config")
         if not isinstance(config, PreTrainedConfig):
-            options = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-            config = AutoConfig.from_pretrained(config or pretrained_model_name_or_path, **options)
+            options = {name: value for name, value in kwargs.items() if name != "config"}
+            source = config if config is not None else pretrained_model_name_or_path
+            config, _ = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **options)
         return native_class(config.model_type).from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
 
     @classmethod
-    def from_config(cls, config: PreTrainedConfig, **kwargs) -> LigerPreTrainedModel:
+    def from_config(cls, config: PreTrainedConfig, **kwargs) -> PreTrainedModel:
         """As AutoModelForCausalLM.from_config: random weights. Raises UnsupportedModelError likewise."""
         return native_class(config.model_type)._from_config(config, **kwargs)

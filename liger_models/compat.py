@@ -6,17 +6,10 @@ from dataclasses import fields
 from functools import wraps
 from typing import Any
 
-import transformers
-from packaging.version import Version
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.versions import require_version
 
-OLDEST = "5.20.0"
-
-if Version(transformers.__version__) < Version(OLDEST):
-    raise ImportError(
-        f"liger_models needs transformers >= {OLDEST}, but {transformers.__version__} is installed: "
-        f"pip install 'transformers>={OLDEST}'"
-    )
+require_version("transformers>=5.20.0", "liger_models reads stock checkpoints through loading code that older versions lack.")
 
 # The name under which a key-value cache travels: as an argument of models, layers and mask functions and as a field of
 # outputs. 5.24 renamed it.

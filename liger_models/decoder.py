@@ -17,10 +17,9 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from liger_models import ops
-from liger_models.compat import CACHE, named_cache, takes_cache
+from liger_models.compat import CACHE, named_cache, takes_cache, update_cache
 from liger_models.layers.attention import eager_attention
-from liger_models.layers.plain import is_plain
+from liger_models.layers.head import head_loss, softcapped
 from liger_models.pretrained import LigerPreTrainedModel
 
 
@@ -129,6 +128,7 @@ class LigerDecoderModel(LigerPreTrainedModel):
             "position_embeddings": self.rotary_emb(hidden_states, _positions(hidden_states, position_ids, cache)),
             "position_ids": position_ids,
             "use_cache": use_cache,
+            "update_cache": update_cache,
             **named_cache(cache),
             **kwargs,
         }
@@ -244,12 +244,16 @@ class LigerDecoderForCausalLM(LigerPreTrainedModel, GenerationMixin):
         if targets is not None and hasattr(self, "_loss_function"):
             loss = self._given_loss(hidden_states, logits, labels, shift_labels, num_items_in_batch)
         elif targets is not None:
-            loss, _, accuracy, predicted = self._loss(
+            loss, accuracy, predicted = head_loss(
+                self.lm_head,
                 hidden_states,
                 logits,
                 targets,
-                num_items_in_batch,
+                num_items=num_items_in_batch,
                 ignore_index=ignore_index,
+                softcap=self.logit_softcap,
+                memory_budget=self.loss_memory_budget,
+                accumulation_dtype=self.loss_accumulation_dtype,
                 return_token_accuracy=return_token_accuracy,
                 return_predicted_tokens=return_predicted_tokens,
             )
@@ -264,8 +268,7 @@ class LigerDecoderForCausalLM(LigerPreTrainedModel, GenerationMixin):
         )
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
-        logits = self.lm_head(hidden_states)
-        return logits if self.logit_softcap is None else self.logit_softcap * torch.tanh(logits / self.logit_softcap)
+        return softcapped(self.lm_head(hidden_states), self.logit_softcap)
 
     def _given_loss(
         self,
@@ -283,34 +286,6 @@ class LigerDecoderForCausalLM(LigerPreTrainedModel, GenerationMixin):
             vocab_size=self.config.vocab_size,
             **{name: value for name, value in given.items() if value is not None},
         )
-
-    def _loss(
-        self, hidden_states: Tensor, logits: Tensor | None, targets: Tensor, num_items: int | Tensor | None, **options: Any
-    ) -> tuple:
-        """(loss, z-loss, token accuracy, predicted tokens), from the logits if there are any, else by the fused op.
-
-        Something around the head (LoRA, a hook, another device) has its say only if the head is called: then the logits are
-        formed once.
-        """
-        if logits is None and not is_plain(self.lm_head, nn.Linear):
-            logits = self._logits(hidden_states)
-        source = hidden_states if logits is None else logits
-        targets = targets.to(source.device)
-        options["divisor"] = _divisor(num_items, source.device)
-        if logits is not None:
-            losses = ops.cross_entropy(logits, targets, **options)
-        else:
-            losses = ops.fused_linear_cross_entropy(
-                hidden_states,
-                self.lm_head.weight,
-                targets,
-                bias=self.lm_head.bias,
-                softcap=self.logit_softcap,
-                accumulation_dtype=self.loss_accumulation_dtype,
-                memory_budget=self.loss_memory_budget,
-                **options,
-            )
-        return losses if isinstance(losses, tuple) else (losses, None, None, None)
 
 
 class LigerDecoderForSequenceClassification(GenericForSequenceClassification, LigerPreTrainedModel):
@@ -352,11 +327,3 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: i
     if shift_labels is not None or labels is None:
         return shift_labels
     return nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
-
-
-def _divisor(num_items: int | Tensor | None, device: torch.device) -> Tensor | None:
-    if num_items is None:
-        return None
-    if isinstance(num_items, Tensor):
-        return num_items.to(device=device, dtype=torch.float32, non_blocking=True).reshape(())
-    return torch.full((), float(num_items), device=device)

@@ -21,7 +21,8 @@ ALLOWED = {
     "cli": {"package", "auto", "conversions", "models"},
     "auto": {"models", "compat"},
     "models": {"decoder", "layers", "losses", "conversions", "compat"},
-    "decoder": {"layers", "compat"},
+    "decoder": {"pretrained", "layers", "compat"},
+    "pretrained": {"layers"},  # loading and saving, which models that are not decoders share too
     "layers": {"ops"},
     "losses": {"ops"},
     "ops": {"kernels"},

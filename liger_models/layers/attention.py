@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from liger_models import ops
-from liger_models.compat import takes_cache, update_cache
 from liger_models.layers.linear import PackedLinear, attach_parts, runs_packed
 
 
@@ -51,7 +50,6 @@ class LigerAttention(nn.Module):
         attach_parts(self, "qkv_proj")
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias)
 
-    @takes_cache
     def forward(
         self,
         hidden_states: Tensor,
@@ -60,11 +58,15 @@ class LigerAttention(nn.Module):
         attention_mask: Any,
         attention_function: Callable,
         cache: Any = None,
+        update_cache: Callable | None = None,
         **context: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[batch, sequence, hidden] -> the same, and the attention weights where the attention function has them."""
+        """[batch, sequence, hidden] -> the same, and the attention weights where the attention function has them.
+
+        `update_cache(cache, key, value, layer_index, context)` files keys and values and returns those to attend to.
+        """
         query, key, value = self._rotated(hidden_states, *position_embeddings)
-        if cache is not None:
+        if cache is not None and update_cache is not None:
             key, value = update_cache(cache, key, value, self.layer_idx, context)
         attended, weights = attention_function(
             self,

@@ -7,6 +7,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from liger_models.compat import takes_cache
 from liger_models.conversions.llama import MAPPING
 from liger_models.decoder import (
     LigerDecoderForCausalLM,
@@ -48,8 +49,9 @@ class LigerLlamaBlock(GradientCheckpointingLayer):
         self.input_layernorm = LigerRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LigerRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, hidden_states: Tensor, **context: Any) -> Tensor:
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **context)
+    @takes_cache
+    def forward(self, hidden_states: Tensor, cache: Any = None, **context: Any) -> Tensor:
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), cache=cache, **context)
         normed, hidden_states = add_norm(self.post_attention_layernorm, attended, residual=hidden_states)
         return hidden_states + self.mlp(normed)
 
