@@ -139,6 +139,8 @@ class LigerDecoderModel(LigerPreTrainedModel):
     def _mask(self, hidden_states: Tensor, attention_mask: Any, position_ids: Tensor | None, cache: Any) -> Any:
         """The causal mask in the form that the attention function takes. Positions are passed on only if the caller gave
         them: looking for document boundaries in them waits for the device."""
+        if attention_mask is None and position_ids is None and cache is None and self._attends_causally_unmasked():
+            return None
         return create_causal_mask(
             config=self.config,
             inputs_embeds=hidden_states,
@@ -146,6 +148,11 @@ class LigerDecoderModel(LigerPreTrainedModel):
             position_ids=position_ids,
             **named_cache(cache),
         )
+
+    def _attends_causally_unmasked(self) -> bool:
+        """Whether the attention function is causal by itself. transformers leaves the mask out then, but not while it is
+        traced: a compiled model would run the masked attention, which takes three times as long."""
+        return self.config._attn_implementation == "sdpa" and getattr(self.config, "is_causal", True)
 
 
 def _positions(hidden_states: Tensor, position_ids: Tensor | None, cache: Any) -> Tensor:

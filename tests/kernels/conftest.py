@@ -6,6 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
+from liger_models.kernels import registry
+
 if not torch.cuda.is_available():
     # Triton's own functions (tl.sum, tl.zeros) are interpreted or compiled for good when Triton is first imported, which any
     # test may do before one that interprets.
@@ -40,6 +42,14 @@ _empty = torch.empty
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch):
     monkeypatch.setattr(torch, "empty", poison)
+
+
+@pytest.fixture(autouse=True)
+def resolved_anew():
+    """Kernels resolved for the CPU while Triton interprets must not serve the tests of other folders in this process."""
+    registry._forget_resolved()
+    yield
+    registry._forget_resolved()
 
 
 def round_to_bfloat16_as_hardware_does(monkeypatch):
