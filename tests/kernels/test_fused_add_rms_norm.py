@@ -107,9 +107,10 @@ def test_one_gradient_for_two_inputs_is_not_accumulated_into_twice(device, use, 
         with ops.use_backend("triton"):
             function(*actual).backward()
     for mine, theirs in zip(actual, exact):
-        # a chain of a dozen fp32 steps, whose terms cancel: relative to the largest element
+        # A chain of a dozen fp32 steps, whose terms cancel: relative to the largest element. A GPU's reciprocal square root is
+        # two spacings off and enters to the third power.
         error = (mine.grad.cpu().double() - theirs.grad).abs().max() / theirs.grad.abs().max()
-        assert error <= 64 * 2.0**-23
+        assert error <= 256 * 2.0**-23
     assert actual[0].grad.data_ptr() != actual[1].grad.data_ptr()
 
 
