@@ -19,7 +19,7 @@ def test_quickstart_on_a_real_model(tmp_path):
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
     assert json.loads((tmp_path / "export" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     with safe_open(next((tmp_path / "export").glob("*.safetensors")), framework="pt") as weights:
-        assert "model.layers.29.self_attn.q_proj.weight" in weights.keys()
+        assert "model.layers.29.self_attn.q_proj.weight" in list(weights.keys())
 
 
 def test_a_missing_checkpoint_is_an_error(tmp_path):
