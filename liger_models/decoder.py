@@ -70,6 +70,7 @@ class LigerDecoderModel(LigerPreTrainedModel):
     """A stack of blocks between embeddings and a final norm. A family's class builds the modules; this class runs them."""
 
     base_model_prefix = "model"
+    _skip_keys_device_placement: ClassVar[list[str]] = [CACHE]
     unused_keys = frozenset({"lm_head.weight", "score.weight"})
 
     embed_tokens: nn.Module
@@ -179,6 +180,7 @@ class LigerDecoderForCausalLM(LigerPreTrainedModel, GenerationMixin):
     """A decoder with a language-modelling head. In training the loss is computed without the logits."""
 
     base_model_prefix = "model"
+    _skip_keys_device_placement: ClassVar[list[str]] = [CACHE]
     model_class: ClassVar[type[LigerDecoderModel]]
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -299,6 +301,7 @@ class LigerDecoderForSequenceClassification(GenericForSequenceClassification, Li
     """A decoder with a classification head on the last token that is not padding."""
 
     base_model_prefix = "model"
+    _skip_keys_device_placement: ClassVar[list[str]] = [CACHE]
     model_class: ClassVar[type[LigerDecoderModel]]
     new_keys = frozenset({"score.weight"})
     unused_keys = frozenset({"lm_head.weight"})

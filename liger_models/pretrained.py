@@ -55,7 +55,6 @@ class LigerPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    _skip_keys_device_placement: ClassVar[list[str]] = ["cache", "past_key_values"]
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
