@@ -1,30 +1,9 @@
 """Where a kernel test runs: Triton's interpreter on CPU, a CUDA device where there is one (marked `gpu`)."""
 
-import os
-from unittest import mock
-
 import pytest
 import torch
 
 from liger_models.kernels import registry
-
-if not torch.cuda.is_available():
-    # Triton's own functions (tl.sum, tl.zeros) are interpreted or compiled for good when Triton is first imported, which any
-    # test may do before one that interprets.
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        import triton.language as tl
-        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    cast_toward_zero = InterpreterBuilder.cast_impl
-
-    def cast(self, source, target):
-        """A GPU rounds fp32 to the nearest bfloat16; the interpreter cuts, which is twice as far off."""
-        if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
-            return cast_toward_zero(self, source, target)
-        rounded = torch.from_numpy(source.data.copy()).to(torch.bfloat16)
-        return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
-
-    InterpreterBuilder.cast_impl = cast
 
 
 def poison(*size, dtype=None, device=None, **options):
@@ -54,7 +33,6 @@ def resolved_anew():
 
 def round_to_bfloat16_as_hardware_does(monkeypatch):
     """Triton's interpreter cuts fp32 off at bf16, an error of up to a whole spacing; compiled kernels round to nearest even."""
-    # Not before TRITON_INTERPRET is set: it decides what the import of triton.language defines.
     from triton import language
     from triton.runtime import interpreter
 

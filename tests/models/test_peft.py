@@ -41,14 +41,6 @@ KINDS = {
 GRADIENT_TOLERANCE = 4 * TOLERANCE
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     return save_stock(tmp_path_factory.mktemp("llama"))

@@ -16,14 +16,6 @@ from transformers.models.llama import modeling_llama
 STEPS_TOLERANCE = 8 * TOLERANCE
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     return save_stock(tmp_path_factory.mktemp("trained"))

@@ -15,7 +15,7 @@ def launch(kernel, grid, *arguments, **options) -> None:
     A grid with a zero launches nothing either. `grid` is a tuple, or a function without arguments that returns one.
     """
     tensor: Tensor = arguments[0]
-    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+    if is_traced(tensor):
         return
     grid = grid() if callable(grid) else grid
     if 0 in grid:
