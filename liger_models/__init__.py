@@ -9,10 +9,20 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
+# For each family: the module, and the stem of its class names.
+_FAMILIES = {
+    "llama": "LigerLlama",
+    "qwen2": "LigerQwen2",
+    "qwen3": "LigerQwen3",
+    "gemma": "LigerGemma",
+    "gemma2": "LigerGemma2",
+    "gemma3": "LigerGemma3",
+    "glm": "LigerGlm",
+    "glm4": "LigerGlm4",
+}
+_HEADS = ("Model", "ForCausalLM", "ForSequenceClassification")
 _MODULE_OF = {
-    "LigerLlamaModel": "liger_models.models.llama",
-    "LigerLlamaForCausalLM": "liger_models.models.llama",
-    "LigerLlamaForSequenceClassification": "liger_models.models.llama",
+    **{stem + head: f"liger_models.models.{family}" for family, stem in _FAMILIES.items() for head in _HEADS},
     "LigerAutoModelForCausalLM": "liger_models.auto",
     "register_auto_models": "liger_models.auto",
     "unregister_auto_models": "liger_models.auto",
@@ -24,11 +34,14 @@ __all__ = [*_MODULE_OF, *_SUBMODULES]
 if TYPE_CHECKING:
     from liger_models import losses, ops
     from liger_models.auto import LigerAutoModelForCausalLM, register_auto_models, unregister_auto_models
-    from liger_models.models.llama import (
-        LigerLlamaForCausalLM,
-        LigerLlamaForSequenceClassification,
-        LigerLlamaModel,
-    )
+    from liger_models.models.gemma import LigerGemmaForCausalLM, LigerGemmaForSequenceClassification, LigerGemmaModel
+    from liger_models.models.gemma2 import LigerGemma2ForCausalLM, LigerGemma2ForSequenceClassification, LigerGemma2Model
+    from liger_models.models.gemma3 import LigerGemma3ForCausalLM, LigerGemma3ForSequenceClassification, LigerGemma3Model
+    from liger_models.models.glm import LigerGlmForCausalLM, LigerGlmForSequenceClassification, LigerGlmModel
+    from liger_models.models.glm4 import LigerGlm4ForCausalLM, LigerGlm4ForSequenceClassification, LigerGlm4Model
+    from liger_models.models.llama import LigerLlamaForCausalLM, LigerLlamaForSequenceClassification, LigerLlamaModel
+    from liger_models.models.qwen2 import LigerQwen2ForCausalLM, LigerQwen2ForSequenceClassification, LigerQwen2Model
+    from liger_models.models.qwen3 import LigerQwen3ForCausalLM, LigerQwen3ForSequenceClassification, LigerQwen3Model
 
 
 def __getattr__(name: str):

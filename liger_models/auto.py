@@ -8,7 +8,16 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 # For each model type: the module of its family and the stem of its class names.
-FAMILIES = {"llama": ("liger_models.models.llama", "LigerLlama")}
+FAMILIES = {
+    "llama": ("liger_models.models.llama", "LigerLlama"),
+    "qwen2": ("liger_models.models.qwen2", "LigerQwen2"),
+    "qwen3": ("liger_models.models.qwen3", "LigerQwen3"),
+    "gemma": ("liger_models.models.gemma", "LigerGemma"),
+    "gemma2": ("liger_models.models.gemma2", "LigerGemma2"),
+    "gemma3_text": ("liger_models.models.gemma3", "LigerGemma3"),
+    "glm": ("liger_models.models.glm", "LigerGlm"),
+    "glm4": ("liger_models.models.glm4", "LigerGlm4"),
+}
 
 # The Auto classes that get native classes, and the ending of their names. AutoModel is not among them: the *stock*
 # classification heads ask AutoModel for their base model and would be built on a native one.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
@@ -44,9 +45,8 @@ class LigerRotaryEmbedding(nn.Module):
     @staticmethod
     def compute_default_rope_parameters(config: PreTrainedConfig, *_: Any, **__: Any) -> tuple[Tensor, float]:
         """Unscaled inverse frequencies [rotary_dim / 2] (Su et al. 2021, arXiv:2104.09864) and the attention factor 1."""
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
-        return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+        head_dim = head_dim_of(config)
+        return _inverse_frequencies(config.rope_parameters["rope_theta"], head_dim), 1.0
 
     def _apply(self, function, recurse=True):
         # model.to(torch.bfloat16) must not round the frequencies: at position 32768 that turns the angle by whole turns.
@@ -66,6 +66,29 @@ class LigerRotaryEmbedding(nn.Module):
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
+class LigerPartialRotaryEmbedding(LigerRotaryEmbedding):
+    """Rotary positions of the first `partial_rotary_factor * head_dim` elements of a head."""
+
+    @staticmethod
+    def compute_default_rope_parameters(config: PreTrainedConfig, *_: Any, **__: Any) -> tuple[Tensor, float]:
+        """Unscaled inverse frequencies [rotary_dim / 2] and the attention factor 1."""
+        head_dim = head_dim_of(config)
+        rotary_dim = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        return _inverse_frequencies(config.rope_parameters["rope_theta"], rotary_dim), 1.0
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """The width of a head: what the configuration says, or hidden_size split evenly where it says nothing."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim)
+
+
+_MASK_FUNCTIONS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
 class LigerDecoderModel(LigerPreTrainedModel):
     """A stack of blocks between embeddings and a final norm. A family's class builds the modules; this class runs them."""
 
@@ -77,6 +100,19 @@ class LigerDecoderModel(LigerPreTrainedModel):
     layers: nn.ModuleList
     norm: nn.Module
     rotary_emb: nn.Module
+    #: For each block the kind of mask and rotation it gets: "full_attention", "sliding_attention".
+    layer_types: Sequence[str]
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        self.layer_types = ("full_attention",) * config.num_hidden_layers
+        #: For a kind of layer, further arguments of transformers' function that makes its mask.
+        self.mask_options: dict[str, dict[str, Any]] = {}
+
+    def post_init(self) -> None:
+        super().post_init()
+        for block in self.layers:
+            block.self_attn.config = self.config  # transformers' attention functions look for it there
 
     @takes_cache
     def forward(
@@ -93,7 +129,7 @@ class LigerDecoderModel(LigerPreTrainedModel):
 
         Args:
             input_ids: [batch, sequence] token ids, or None with inputs_embeds.
-            attention_mask: [batch, keys] (1 for tokens to attend to), a 4-D mask, or None.
+            attention_mask: [batch, keys] (1 for tokens to attend to), a 4-D mask, a mask for each kind of layer, or None.
             position_ids: [batch or 1, sequence]; several documents in one row begin at 0 each and do not see one another.
             cache: key-value cache; without one and with use_cache a new one is made.
             inputs_embeds: [batch, sequence, hidden] in place of input_ids.
@@ -120,40 +156,53 @@ class LigerDecoderModel(LigerPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        mask = self._mask(hidden_states, attention_mask, position_ids, cache)
+        masks = self._masks(hidden_states, attention_mask, position_ids, cache)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
+        rotations = self._rotations(hidden_states, _positions(hidden_states, position_ids, cache))
         context = {
-            "attention_mask": mask,
             "attention_function": ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention),
-            "position_embeddings": self.rotary_emb(hidden_states, _positions(hidden_states, position_ids, cache)),
             "position_ids": position_ids,
             "use_cache": use_cache,
             "update_cache": update_cache,
             **named_cache(cache),
             **kwargs,
         }
-        for block in self.layers:
-            hidden_states = block(hidden_states, **context)
+        for block, kind in zip(self.layers, self.layer_types):
+            hidden_states = block(hidden_states, attention_mask=masks[kind], position_embeddings=rotations[kind], **context)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **named_cache(cache))
 
-    def _mask(self, hidden_states: Tensor, attention_mask: Any, position_ids: Tensor | None, cache: Any) -> Any:
-        """The causal mask in the form that the attention function takes. Positions are passed on only if the caller gave
-        them: looking for document boundaries in them waits for the device."""
-        if attention_mask is None and position_ids is None and cache is None and self._attends_causally_unmasked():
-            return None
-        return create_causal_mask(
-            config=self.config,
-            inputs_embeds=hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            **named_cache(cache),
-        )
+    def _rotations(self, hidden_states: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """For each kind of layer the cosines and sines of the positions."""
+        return dict.fromkeys(self.layer_types, self.rotary_emb(hidden_states, positions))
 
-    def _attends_causally_unmasked(self) -> bool:
-        """Whether the attention function is causal by itself. transformers leaves the mask out then, but not while it is
-        traced: a compiled model would run the masked attention, which takes three times as long."""
-        return self.config._attn_implementation == "sdpa" and getattr(self.config, "is_causal", True)
+    def _masks(self, hidden_states: Tensor, attention_mask: Any, position_ids: Tensor | None, cache: Any) -> dict[str, Any]:
+        """For each kind of layer its mask, in the form that the attention function takes. Positions are passed on only if the
+        caller gave them: looking for document boundaries in them waits for the device."""
+        if isinstance(attention_mask, dict):
+            return attention_mask
+        plain = attention_mask is None and position_ids is None and cache is None
+        return {
+            kind: None
+            if plain and self._attends_causally_unmasked(kind, hidden_states.shape[1])
+            else _MASK_FUNCTIONS[kind](
+                config=self.config,
+                inputs_embeds=hidden_states,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                **self.mask_options.get(kind, {}),
+                **named_cache(cache),
+            )
+            for kind in dict.fromkeys(self.layer_types)
+        }
+
+    def _attends_causally_unmasked(self, kind: str, length: int) -> bool:
+        """Whether the attention function is causal by itself, and no window is shorter than the sequence. transformers leaves
+        the mask out then, but not while it is traced: a compiled model would run the masked attention, which takes three
+        times as long."""
+        if self.config._attn_implementation != "sdpa" or not getattr(self.config, "is_causal", True) or self.mask_options:
+            return False
+        return kind == "full_attention" or length <= self.config.sliding_window
 
 
 def _positions(hidden_states: Tensor, position_ids: Tensor | None, cache: Any) -> Tensor:

@@ -22,6 +22,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from liger_models.layers.linear import PackedLinear
+from liger_models.layers.norm import LigerRMSNorm
 
 logger = logging.get_logger(__name__)
 
@@ -86,6 +87,8 @@ class LigerPreTrainedModel(PreTrainedModel):
             initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
             if module.bias is not None:
                 initialization.zeros_(module.bias)
+        elif isinstance(module, LigerRMSNorm):
+            initialization.constant_(module.weight, 1.0 - module.offset)
         else:
             super()._init_weights(module)
 

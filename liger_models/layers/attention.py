@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models import ops
+from liger_models.layers.head import softcapped
 from liger_models.layers.linear import PackedLinear, attach_parts, runs_packed
 
 
@@ -24,9 +25,13 @@ class LigerAttention(nn.Module):
         scaling: factor on q k^T.
         dropout: probability of dropping an attention weight in training.
         bias, output_bias: whether q, k, v and o have biases.
+        query_norm, key_norm: LigerRMSNorm over head_dim of every query and key head before the rotation, or None.
+        interleaved: rotate pairs of neighbours (see `kernels/rope.py`).
+        sliding_window: how many keys up to its own a query attends to. For attention functions that take no mask; the mask
+            that the model passes holds it already.
+        softcap: cap of the scores, cap * tanh(scores / cap), or None.
+        is_causal: whether an attention function that gets no mask has to be causal.
     """
-
-    is_causal = True
 
     def __init__(
         self,
@@ -40,15 +45,25 @@ class LigerAttention(nn.Module):
         dropout: float = 0.0,
         bias: bool = False,
         output_bias: bool = False,
+        query_norm: nn.Module | None = None,
+        key_norm: nn.Module | None = None,
+        interleaved: bool = False,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        is_causal: bool = True,
     ):
         super().__init__()
         self.layer_idx, self.num_key_value_groups = layer_index, num_heads // num_key_value_heads  # names of the interface
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
-        self.scaling, self.dropout = scaling, dropout
+        self.scaling, self.dropout, self.interleaved = scaling, dropout, interleaved
+        self.sliding_window, self.softcap, self.is_causal = sliding_window, softcap, is_causal
         widths = {"q_proj": num_heads, "k_proj": num_key_value_heads, "v_proj": num_key_value_heads}
         self.qkv_proj = PackedLinear(hidden_size, {name: n * head_dim for name, n in widths.items()}, bias=bias)
         attach_parts(self, "qkv_proj")
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias)
+        if query_norm is not None:
+            self.q_norm, self.k_norm = query_norm, key_norm
+        self.norms_heads = query_norm is not None
 
     def forward(
         self,
@@ -76,19 +91,25 @@ class LigerAttention(nn.Module):
             attention_mask,
             scaling=self.scaling,
             dropout=self.dropout if self.training else 0.0,
+            sliding_window=self.sliding_window,
+            softcap=self.softcap,
             **context,
         )
         return self.o_proj(attended.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def _rotated(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [batch, heads, sequence, head_dim] each."""
-        if runs_packed(self, self.qkv_proj):
-            return ops.qkv_rope(self.qkv_proj(hidden_states), cos, sin, self.num_heads, self.num_key_value_heads)
+        if runs_packed(self, self.qkv_proj) and not self.norms_heads:
+            qkv = self.qkv_proj(hidden_states)
+            return ops.qkv_rope(qkv, cos, sin, self.num_heads, self.num_key_value_heads, self.interleaved)
         query, key, value = (
-            projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return *ops.rope(query, key, cos, sin), value
+        if self.norms_heads:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        return *ops.rope(query, key, cos, sin, self.interleaved), value
 
 
 def eager_attention(
@@ -99,6 +120,7 @@ def eager_attention(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention by plain matrix products, which also returns its weights: what "eager" names in the stock models.
@@ -107,13 +129,14 @@ def eager_attention(
         query: [batch, heads, query length, head_dim].
         key, value: [batch, key-value heads, key length, head_dim].
         attention_mask: added to the scores, broadcastable to [batch, heads, query length, key length], or None.
+        softcap: cap of the scores before the mask is added, or None.
 
     Returns:
         [batch, query length, heads, head_dim] and the weights [batch, heads, query length, key length].
     """
     groups = module.num_key_value_groups
     key, value = (tensor.repeat_interleave(groups, dim=1) if groups > 1 else tensor for tensor in (key, value))
-    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    scores = softcapped(torch.matmul(query, key.transpose(2, 3)) * scaling, softcap)
     if attention_mask is not None:
         scores = scores + attention_mask
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)

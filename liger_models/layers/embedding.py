@@ -1,12 +1,25 @@
 """Token embeddings."""
 
+import torch
 from torch import Tensor, nn
 
 from liger_models import ops
 
 
 class LigerEmbedding(nn.Embedding):
-    """torch.nn.Embedding on the kernel set."""
+    """torch.nn.Embedding on the kernel set, with an optional factor.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx: as in torch.nn.Embedding.
+        scale: factor on the embeddings, rounded to the weight's dtype before it is applied (Gemma), or None.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, *, scale: float | None = None):
+        super().__init__(num_embeddings, embedding_dim, padding_idx)
+        self.scale = scale
 
     def forward(self, input: Tensor) -> Tensor:
-        return ops.embedding(input, self.weight, self.padding_idx)
+        embedded = ops.embedding(input, self.weight, self.padding_idx)
+        if self.scale is None:
+            return embedded
+        return embedded * torch.full((), self.scale, dtype=self.weight.dtype, device=embedded.device)

@@ -19,7 +19,7 @@ class LigerRMSNorm(nn.Module):
 
     def __init__(self, hidden_size: int, *, eps: float, offset: float = 0.0, scale_in_fp32: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - offset))
         self.eps, self.offset, self.scale_in_fp32 = eps, offset, scale_in_fp32
 
     def forward(self, hidden_states: Tensor) -> Tensor:

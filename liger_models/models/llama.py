@@ -14,6 +14,7 @@ from liger_models.decoder import (
     LigerDecoderForSequenceClassification,
     LigerDecoderModel,
     LigerRotaryEmbedding,
+    head_dim_of,
 )
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.embedding import LigerEmbedding
@@ -26,7 +27,7 @@ class LigerLlamaBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: LlamaConfig, layer_index: int):
         super().__init__()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_dim = head_dim_of(config)
         self.self_attn = LigerAttention(
             config.hidden_size,
             config.num_attention_heads,
@@ -38,7 +39,6 @@ class LigerLlamaBlock(GradientCheckpointingLayer):
             bias=config.attention_bias,
             output_bias=config.attention_bias,
         )
-        self.self_attn.config = config  # transformers' attention functions look for it there
         self.mlp = LigerGatedMLP(
             config.hidden_size,
             config.intermediate_size,

@@ -10,15 +10,19 @@ import transformers
 
 import liger_models
 
+_ENDINGS = {"base": "Model", "causal_lm": "ForCausalLM", "sequence_classification": "ForSequenceClassification"}
+
 
 @dataclass(frozen=True)
 class Family:
-    """The classes of one family, by name: what transformers has, and `Liger` + that name in this package."""
+    """The classes of one family, by name: what transformers has, and what this package has."""
 
     name: str
     configuration: str
     heads: dict[str, str] = field(hash=False)  # "base", "causal_lm", "sequence_classification" -> stock class
+    native_stem: str
     modelling: str  # the module of the stock classes; native classes must not need it
+    attentions: tuple[str, ...] = ("eager", "sdpa")  # that the stock classes run on any device
 
     def stock(self, head: str) -> type:
         """The stock class of a head."""
@@ -26,7 +30,7 @@ class Family:
 
     def native(self, head: str) -> type:
         """The native class of a head."""
-        return getattr(liger_models, f"Liger{self.heads[head]}")
+        return getattr(liger_models, self.native_stem + _ENDINGS[head])
 
 
 @dataclass(frozen=True)
@@ -49,34 +53,52 @@ class Case:
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     """Fill all parameters with values under which every one of them matters.
 
-    Fresh models have norm weights of one and biases of zero, which hide a weight that is not loaded, and projections so
-    small that attention is uniform.
+    Fresh models have norm weights and biases of one value each, which hide a weight that is not loaded, and projections so
+    small that attention is uniform. Norm weights and biases stay near the value that they have when fresh.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             values = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim > 1:
                 values *= 1.5 * parameter.shape[-1] ** -0.5
-            elif "norm" in name:
-                values = 1 + 0.3 * values
             else:
-                values *= 0.3
+                values = parameter.cpu() + 0.3 * values
             parameter.copy_(values)
 
 
-LLAMA = Family(
-    name="llama",
-    configuration="LlamaConfig",
-    heads={
-        "base": "LlamaModel",
-        "causal_lm": "LlamaForCausalLM",
-        "sequence_classification": "LlamaForSequenceClassification",
-    },
-    modelling="transformers.models.llama.modeling_llama",
-)
+def _family(name: str, stem: str, attentions: tuple[str, ...] = ("eager", "sdpa"), **different: str) -> Family:
+    """A family whose stock classes are named after `stem`, but for those that are `different`."""
+    return Family(
+        name=name,
+        configuration=different.get("configuration", f"{stem}Config"),
+        heads={
+            "base": different.get("base", f"{stem}Model"),
+            "causal_lm": f"{stem}ForCausalLM",
+            "sequence_classification": different.get("sequence_classification", f"{stem}ForSequenceClassification"),
+        },
+        native_stem=f"Liger{stem}",
+        modelling=f"transformers.models.{name}.modeling_{name}",
+        attentions=attentions,
+    )
 
-_LLAMA = dict(
+
+LLAMA = _family("llama", "Llama")
+QWEN2 = _family("qwen2", "Qwen2")
+QWEN3 = _family("qwen3", "Qwen3")
+GEMMA = _family("gemma", "Gemma")
+GEMMA2 = _family("gemma2", "Gemma2", attentions=("eager",))  # sdpa cannot cap scores
+GEMMA3 = _family(
+    "gemma3",
+    "Gemma3",
+    configuration="Gemma3TextConfig",
+    base="Gemma3TextModel",
+    sequence_classification="Gemma3TextForSequenceClassification",
+)
+GLM = _family("glm", "Glm")
+GLM4 = _family("glm4", "Glm4")
+
+_TINY = dict(
     vocab_size=101,
     hidden_size=32,
     intermediate_size=48,
@@ -137,10 +159,91 @@ _LLAMA_CASES: dict[str, dict] = {
 }
 _LLAMA_MAIN = ("3", "3.2")
 
+# Windows of 5 are shorter than every sequence of these tests, and layers with and without one take turns.
+_WINDOWS = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+
+_QWEN2_CASES: dict[str, dict] = {
+    "2.5": dict(tie_word_embeddings=True),
+    "windows": dict(use_sliding_window=True, max_window_layers=1, num_hidden_layers=3, sliding_window=5),
+    "odd": dict(vocab_size=97, hidden_size=42, intermediate_size=44, num_attention_heads=3, num_key_value_heads=1),
+    "yarn": _rope("yarn", factor=4.0, original_max_position_embeddings=8),
+}
+_QWEN2_MAIN = ("windows",)
+
+_QWEN3_CASES: dict[str, dict] = {
+    "3": dict(head_dim=12),
+    "bias": dict(head_dim=8, attention_bias=True, tie_word_embeddings=True),
+    "windows": dict(head_dim=16, use_sliding_window=True, max_window_layers=1, num_hidden_layers=3, sliding_window=5),
+    "odd": dict(head_dim=14, hidden_size=42, intermediate_size=44, num_attention_heads=3, num_key_value_heads=3),
+}
+_QWEN3_MAIN = ("3",)
+
+_GEMMA = dict(head_dim=12, pad_token_id=0, bos_token_id=2, eos_token_id=1)
+_GEMMA_CASES: dict[str, dict] = {
+    "1": dict(num_key_value_heads=1),
+    "bias": dict(attention_bias=True, tie_word_embeddings=False),
+    "odd": dict(vocab_size=97, hidden_size=42, intermediate_size=44, num_attention_heads=3, num_key_value_heads=3),
+    "relu": dict(hidden_act="relu"),
+}
+_GEMMA_MAIN = ("1",)
+
+# The caps are low enough to bend scores and logits of these tiny models.
+_GEMMA2 = dict(**_GEMMA, **_WINDOWS, query_pre_attn_scalar=7, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
+_GEMMA2_CASES: dict[str, dict] = {
+    "2": dict(),
+    "gelu": dict(hidden_activation="gelu", attention_bias=True, tie_word_embeddings=False),
+    "uncapped": dict(attn_logit_softcapping=None, final_logit_softcapping=None),
+    "odd": dict(vocab_size=97, hidden_size=42, intermediate_size=44, num_attention_heads=3, num_key_value_heads=1),
+}
+_GEMMA2_MAIN = ("2",)
+
+_GEMMA3 = dict(**_GEMMA, **_WINDOWS, query_pre_attn_scalar=7)
+_GEMMA3_CASES: dict[str, dict] = {
+    "3": dict(),
+    "capped": dict(final_logit_softcapping=3.0, hidden_activation="gelu", attention_bias=True),
+    "linear": dict(
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    ),
+    "sliding-only": dict(layer_types=["sliding_attention", "sliding_attention"]),
+    "bidirectional": dict(use_bidirectional_attention=True),
+    "odd": dict(vocab_size=97, hidden_size=42, intermediate_size=44, num_attention_heads=3, num_key_value_heads=3, head_dim=10),
+}
+_GEMMA3_MAIN = ("3",)
+
+
+def _partial(factor: float, **options) -> dict:
+    return dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": factor}, **options)
+
+
+_GLM = dict(head_dim=16)
+_GLM_CASES: dict[str, dict] = {
+    "half": _partial(0.5),
+    "quarter": _partial(0.25, attention_bias=False, num_key_value_heads=1),
+    "three-quarters": _partial(0.75, tie_word_embeddings=True),
+    "whole": _partial(1.0, hidden_act="gelu"),
+    "odd": _partial(0.5, hidden_size=42, intermediate_size=44, num_attention_heads=3, num_key_value_heads=3, head_dim=12),
+    "relu": _partial(0.5, hidden_act="relu"),
+}
+_GLM_MAIN = ("half",)
+_GLM4_CASES = {name: options for name, options in _GLM_CASES.items() if name != "relu"}
+
 CASES: list[Case] = [
-    Case(family, name, {**common, **options}, name in main)
-    for family, common, cases, main in [(LLAMA, _LLAMA, _LLAMA_CASES, _LLAMA_MAIN)]
+    Case(family, name, {**_TINY, **common, **options}, name in main)
+    for family, common, cases, main in [
+        (LLAMA, {}, _LLAMA_CASES, _LLAMA_MAIN),
+        (QWEN2, {}, _QWEN2_CASES, _QWEN2_MAIN),
+        (QWEN3, {}, _QWEN3_CASES, _QWEN3_MAIN),
+        (GEMMA, _GEMMA, _GEMMA_CASES, _GEMMA_MAIN),
+        (GEMMA2, _GEMMA2, _GEMMA2_CASES, _GEMMA2_MAIN),
+        (GEMMA3, _GEMMA3, _GEMMA3_CASES, _GEMMA3_MAIN),
+        (GLM, _GLM, _GLM_CASES, _GLM_MAIN),
+        (GLM4, _GLM, _GLM4_CASES, _GLM_MAIN),
+    ]
     for name, options in cases.items()
 ]
 MAIN: list[Case] = [case for case in CASES if case.main]
+MAIN_ATTENTIONS: list[tuple[Case, str]] = [(case, attention) for case in MAIN for attention in case.family.attentions]
 ONE_PER_FAMILY: list[Case] = list({case.family: case for case in reversed(MAIN)}.values())

@@ -1,0 +1,8 @@
+"""Qwen3: stock checkpoint keys <-> native parameters."""
+
+from liger_models.conversions.packing import packed
+
+MAPPING = [
+    packed("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    packed("mlp", "gate_up_proj", ("gate_proj", "up_proj")),
+]
