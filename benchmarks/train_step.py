@@ -1,4 +1,4 @@
-"""Whole training steps of stock, Liger-Kernel and native Llama models, side by side: time, memory, loss.
+"""Whole training steps of stock, Liger-Kernel and native models, side by side: time, memory, loss.
 
     PYTHONPATH=. python benchmarks/train_step.py --shape llama3-8b --batch 4 --length 2048
 
@@ -8,6 +8,7 @@ this folder says what is measured.
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -15,8 +16,10 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from environment import add_output_arguments, describe, environment, markdown_table
 
@@ -27,6 +30,15 @@ IMPLEMENTATIONS = ("stock", "liger-kernel", "native")
 BASELINES = ("stock", "liger-kernel")
 ATTENTIONS = ("sdpa", "flash_attention_2", "eager", "flex_attention")
 
+
+class Shape(NamedTuple):
+    """A family (the stock model type) and the arguments of its configuration. Which layers slide the configuration derives
+    from their number, so `--layers` shortens every shape."""
+
+    family: str
+    arguments: dict
+
+
 _LLAMA3 = {
     "vocab_size": 128256,
     "num_attention_heads": 32,
@@ -35,25 +47,72 @@ _LLAMA3 = {
     "max_position_embeddings": 131072,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
+_LLAMA3_8B = {**_LLAMA3, "hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128, "num_hidden_layers": 32}
+_LLAMA32_1B = {
+    **_LLAMA3,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "head_dim": 64,
+    "num_hidden_layers": 16,
+    "tie_word_embeddings": True,
+}
+_QWEN3_8B = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 36,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+_GEMMA2_9B = {
+    "vocab_size": 256000,
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "head_dim": 256,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 42,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
+_TINY = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+}
+# Caps and window so small that a tiny model of random weights meets them.
+_TINY_GEMMA2 = {
+    **_TINY,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 8,
+    "attn_logit_softcapping": 0.5,
+    "final_logit_softcapping": 0.5,
+}
 SHAPES = {
-    "llama3-8b": {**_LLAMA3, "hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128, "num_hidden_layers": 32},
-    "llama3.2-1b": {
-        **_LLAMA3,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "head_dim": 64,
-        "num_hidden_layers": 16,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "vocab_size": 320,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "head_dim": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-    },
+    "llama3-8b": Shape("llama", _LLAMA3_8B),
+    "llama3.2-1b": Shape("llama", _LLAMA32_1B),
+    "qwen3-8b": Shape("qwen3", _QWEN3_8B),
+    "gemma2-9b": Shape("gemma2", _GEMMA2_9B),
+    "tiny": Shape("llama", _TINY),
+    "tiny-qwen3": Shape("qwen3", {**_TINY, "head_dim": 32}),
+    "tiny-gemma2": Shape("gemma2", _TINY_GEMMA2),
 }
 
 
@@ -65,7 +124,7 @@ def main() -> None:
     report = {
         "environment": environment(options.device, options.commit),
         "options": {key: value for key, value in vars(options).items() if not key.startswith("worker")},
-        "model_flops_per_step": step_flops(config_of(options), options.batch, options.length),
+        "model_flops_per_step": step_flops(config_of(options.shape, options.layers), options.batch, options.length),
         "rows": [],
     }
     if options.profile:
@@ -86,13 +145,13 @@ def parse() -> argparse.Namespace:
         "--implementations",
         default="stock,liger-kernel,native",
         type=implementations_of,
-        help=f"comma-separated, of {', '.join(IMPLEMENTATIONS)}, each also with the suffix +compile",
+        help=f"comma-separated, of {', '.join(IMPLEMENTATIONS)}; +compile, then @attention, may follow each",
     )
     parser.add_argument("--batch", type=int, default=4, help="sequences per step")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
     parser.add_argument("--optimizer", default="adamw-fused", choices=("adamw-fused", "sgd", "none"))
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of every layer")
-    parser.add_argument("--attention", default="sdpa", choices=ATTENTIONS)
+    parser.add_argument("--attention", default="sdpa", choices=ATTENTIONS, help="of implementations without @attention")
     parser.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
@@ -107,13 +166,30 @@ def parse() -> argparse.Namespace:
     return options
 
 
+class Implementation(NamedTuple):
+    """What `native+compile@flex_attention` names."""
+
+    name: str
+    compiled: bool
+    attention: str | None  # None: the one that --attention names
+
+
 def implementations_of(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        base, plus, suffix = name.partition("+")
-        if base not in IMPLEMENTATIONS or (plus and suffix != "compile"):
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(IMPLEMENTATIONS)}, with or without +compile")
-    return names
+    implementations = [part.strip() for part in text.split(",")]
+    for implementation in implementations:
+        parts_of(implementation)
+    return implementations
+
+
+def parts_of(implementation: str) -> Implementation:
+    pattern = rf"({'|'.join(IMPLEMENTATIONS)})(\+compile)?(?:@({'|'.join(ATTENTIONS)}))?"
+    match = re.fullmatch(pattern, implementation)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{implementation!r} is none of {', '.join(IMPLEMENTATIONS)}, with or without +compile, then with or without "
+            f"@ and one of {', '.join(ATTENTIONS)}"
+        )
+    return Implementation(match[1], match[2] is not None, match[3])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -137,19 +213,25 @@ def run_worker(implementation: str, options: argparse.Namespace) -> dict:
 def compare(report: dict) -> None:
     """Add what a row is only in relation to: tokens/s, utilisation, ratios to the baselines, differences of losses."""
     options, rows = report["options"], [row for row in report["rows"] if "error" not in row]
-    baselines = {name: next((row for row in rows if row["implementation"] == name), None) for name in BASELINES}
     for row in rows:
         seconds = row["step_ms"] / 1000
         row["tokens_per_second"] = options["batch"] * options["length"] / seconds
         if options["device"] == "cuda" and options["dtype"] == "bf16":
             row["model_flop_utilisation"] = report["model_flops_per_step"] / seconds / PEAK_FLOPS
-        for name, baseline in baselines.items():
+        for name in BASELINES:
+            baselines = [other for other in rows if parts_of(other["implementation"]).name == name]
             key = name.replace("-", "_")
-            row[f"time_over_{key}"] = row["step_ms"] / baseline["step_ms"] if baseline else None
-            has_peak = baseline is not None and baseline["peak_gib"] is not None
-            row[f"peak_over_{key}"] = row["peak_gib"] / baseline["peak_gib"] if has_peak else None
+            row[f"time_over_{key}"] = over_best(row, baselines, "step_ms")
+            row[f"peak_over_{key}"] = over_best(row, baselines, "peak_gib")
         row["loss_difference"] = row["losses"][0] - rows[0]["losses"][0]
         row["last_loss_difference"] = row["losses"][-1] - rows[0]["losses"][-1]
+
+
+def over_best(row: dict, baselines: list[dict], figure: str) -> float | None:
+    """The row's figure over the smallest among the baselines; None where nothing was measured."""
+    if row[figure] is None or not baselines:
+        return None
+    return row[figure] / min(baseline[figure] for baseline in baselines)
 
 
 def write(report: dict, output: Path) -> None:
@@ -160,14 +242,15 @@ def write(report: dict, output: Path) -> None:
 
 def markdown(report: dict) -> str:
     options = report["options"]
-    layers = config_of(argparse.Namespace(**options))["num_hidden_layers"]
+    layers = config_of(options["shape"], options["layers"]).num_hidden_layers
     flops = report["model_flops_per_step"]
     checkpointing = ", gradient checkpointing" if options["checkpointing"] else ""
     lines = [
         f"{options['shape']}, {layers} layers, {options['batch']}x{options['length']}, {options['dtype']}, "
-        f"{options['optimizer']}, attention {options['attention']}{checkpointing}; median of {options['steps']} steps "
-        f"after {options['warmup']}; {flops / 1e12:.1f} TFLOP a step: {flops / PEAK_FLOPS * 1000:.0f} ms at "
-        f"{PEAK_FLOPS / 1e12:.0f} TFLOP/s. Ratios are this row over the baseline: below 1 is better.",
+        f"{options['optimizer']}, attention {options['attention']} where a row names none{checkpointing}; "
+        f"median of {options['steps']} steps after {options['warmup']}; {flops / 1e12:.1f} TFLOP a step: "
+        f"{flops / PEAK_FLOPS * 1000:.0f} ms at {PEAK_FLOPS / 1e12:.0f} TFLOP/s. /stock and /liger are this row over the best "
+        "row of that name, whatever its suffixes: the fastest for time, the smallest for memory. Below 1 is better.",
         "",
         markdown_table(HEADER, [cells(row) for row in report["rows"]]),
         *[f"\n{row['implementation']} failed: {row['error']}" for row in report["rows"] if "error" in row],
@@ -208,23 +291,31 @@ def number(value: float | None, format_: str) -> str:
     return "-" if value is None else format(value, format_)
 
 
-def config_of(options: argparse.Namespace) -> dict:
-    shape = SHAPES[options.shape]
-    return shape if options.layers is None else {**shape, "num_hidden_layers": options.layers}
+def config_of(shape: str, layers: int | None):
+    """The stock configuration of a shape, with `layers` in place of its own number of layers."""
+    from transformers import AutoConfig
+
+    family, arguments = SHAPES[shape]
+    shortened = {} if layers is None else {"num_hidden_layers": layers}
+    return AutoConfig.for_model(family, **{**arguments, **shortened}, use_cache=False, bos_token_id=0, eos_token_id=1)
 
 
-def step_flops(config: dict, batch: int, length: int) -> int:
+def step_flops(config, batch: int, length: int) -> int:
     """Floating-point operations that one step's mathematics needs; what checkpointing recomputes is not counted.
 
-    Products with weights: 2 operations per weight and token forwards, twice that backwards. Attention: two products over half
-    of length² (causal) per head forwards, twice that backwards.
+    Products with weights, the head's also where it is tied: 2 operations per weight and token forwards, twice that backwards.
+    Attention: two products per head over the visible pairs of query and key, length²/2 where causal, window·(length - window/2)
+    in a sliding window; twice that backwards.
     """
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    query = config["num_attention_heads"] * config["head_dim"]
-    key_value = 2 * config["num_key_value_heads"] * config["head_dim"]
-    layer = hidden * (query + key_value) + query * hidden + 3 * hidden * config["intermediate_size"]
-    weights = layers * layer + hidden * config["vocab_size"]
-    attention = layers * 2 * length**2 * query
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    query = config.num_attention_heads * config.head_dim
+    key_value = 2 * config.num_key_value_heads * config.head_dim
+    layer = hidden * (query + key_value) + query * hidden + 3 * hidden * config.intermediate_size
+    weights = layers * layer + hidden * config.vocab_size
+    attention = 0
+    for kind in getattr(config, "layer_types", None) or ["full_attention"] * layers:
+        window = min(config.sliding_window, length) if kind == "sliding_attention" else length
+        attention += 2 * window * (2 * length - window) * query
     return batch * (6 * weights * length + 3 * attention)
 
 
@@ -251,13 +342,13 @@ def measure(options: argparse.Namespace) -> tuple[dict, Callable]:
     """Build the implementation and run its steps. Times in ms, memory in GiB (None on CPU). Returns the row and the step."""
     import torch
 
-    name, _, suffix = options.worker.partition("+")
+    implementation = parts_of(options.worker)
     started = time.perf_counter()
-    model = build(name, options)
+    model = build(implementation, options)
     if options.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    step = step_of(model, options, compiled=suffix == "compile")
+    step = step_of(model, options, compiled=implementation.compiled)
     build_seconds = time.perf_counter() - started
 
     started = time.perf_counter()
@@ -282,24 +373,28 @@ def measure(options: argparse.Namespace) -> tuple[dict, Callable]:
     return row, step
 
 
-def build(name: str, options: argparse.Namespace):
+def build(implementation: Implementation, options: argparse.Namespace):
     """The model of an implementation, on the device, with the weights that every implementation gets."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = LlamaConfig(**config_of(options), use_cache=False, bos_token_id=0, eos_token_id=1)
-    dtype = getattr(torch, DTYPES[options.dtype])
-    if name == "native":
-        from liger_models import LigerLlamaForCausalLM as model_class
+    config = config_of(options.shape, options.layers)
+    attention = implementation.attention or options.attention
+    arguments = {"dtype": getattr(torch, DTYPES[options.dtype]), "attn_implementation": attention}
+    if implementation.name != "native" and attention == "sdpa" and getattr(config, "attn_logit_softcapping", None):
+        # transformers before 5.24 would leave the cap out without a word
+        raise ValueError(f"sdpa cannot cap the attention scores of {config.model_type}: name @eager or @flex_attention")
+    if implementation.name == "native":
+        from liger_models.auto import native_class
+
+        create = native_class(config.model_type)._from_config
     else:
-        model_class = LlamaForCausalLM
-    if name == "liger-kernel":
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama()
+        create = AutoModelForCausalLM.from_config
+    if implementation.name == "liger-kernel":
+        getattr(import_module("liger_kernel.transformers"), f"apply_liger_kernel_to_{config.model_type}")()
     with torch.device(options.device):
-        model = model_class._from_config(config, dtype=dtype, attn_implementation=options.attention)
-    model.load_state_dict(stock_weights(config, dtype, options.device, options.seed))
+        model = create(config, **arguments)
+    model.load_state_dict(stock_weights(config, arguments["dtype"], options.device, options.seed))
     if options.device == "cuda":
         torch.cuda.empty_cache()
     return model
@@ -308,18 +403,34 @@ def build(name: str, options: argparse.Namespace):
 def stock_weights(config, dtype, device: str, seed: int) -> dict:
     """Random weights under the stock names. Each depends on seed and name alone, hence is the same in every process."""
     import torch
-    from transformers import LlamaForCausalLM
 
-    with torch.device("meta"):
-        names = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
     weights = {}
-    for name, shape in names.items():
+    for name, initial in stock_state(config).items():
         generator = torch.Generator(device).manual_seed(seed + zlib.crc32(name.encode()))
-        values = torch.randn(shape, generator=generator, device=device, dtype=dtype)
-        weights[name] = values.mul_(0.1).add_(1.0) if len(shape) == 1 else values.mul_(config.initializer_range)
+        values = torch.randn(initial.shape, generator=generator, device=device, dtype=dtype)
+        if initial.is_meta:
+            weights[name] = values.mul_(config.initializer_range)
+        else:
+            weights[name] = values.mul_(0.1).add_(initial.to(device, dtype))
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     return weights
+
+
+def stock_state(config) -> dict:
+    """The state dict of a fresh stock model: 1-D parameters with their values (a norm is ones, or zeros where the family adds
+    the one itself), all others without, on the meta device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 1:
+                setattr(module, name, torch.nn.Parameter(torch.full(parameter.shape, torch.nan)))
+        model._init_weights(module)
+    return model.state_dict()
 
 
 def step_of(model, options: argparse.Namespace, compiled: bool) -> Callable:

@@ -1,22 +1,37 @@
-"""The benchmark of training steps, run as a user runs it, on a tiny model on CPU."""
+"""The benchmark of training steps, run as a user runs it, on tiny models on CPU; and its parts that a CPU run does not show."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from liger_models.auto import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "train_step.py"
+TINY = {"tiny": "llama", "tiny-qwen3": "qwen3", "tiny-gemma2": "gemma2"}  # shape: family
 
 
-def run(output: Path, *arguments: str, path: Path | None = None) -> dict:
+@pytest.fixture(scope="module")
+def train_step():
+    """The script as a module, with its folder importable as when it runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        yield import_module("train_step")
+
+
+def run(output: Path, *arguments: str, shape: str = "tiny", path: Path | None = None) -> dict:
     """The script's report. `path` comes first among the folders in which it finds packages."""
     folders = [str(folder) for folder in (path, ROOT) if folder is not None]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(SCRIPT), "--shape", "tiny", "--device", "cpu", "--batch", "2", "--length", "16"]
+    command = [sys.executable, str(SCRIPT), "--shape", shape, "--device", "cpu", "--batch", "2", "--length", "16"]
     command += ["--steps", "2", "--warmup", "2", "--output", str(output), *arguments]
     subprocess.run(command, env=environment, check=True, cwd=ROOT)
     return json.loads(output.read_text())
@@ -97,3 +112,91 @@ def test_an_unknown_implementation_is_refused():
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     assert answer.returncode == 2
     assert "'stock+fast' is none of stock, liger-kernel, native" in answer.stderr
+    assert "flex_attention" in answer.stderr
+
+
+def test_suffixes(train_step):
+    texts = train_step.implementations_of("stock, native+compile, liger-kernel@eager,native+compile@flex_attention")
+    assert [tuple(train_step.parts_of(text)) for text in texts] == [
+        ("stock", False, None),
+        ("native", True, None),
+        ("liger-kernel", False, "eager"),
+        ("native", True, "flex_attention"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "native@", "native+", "native@fast", "native@eager+compile", "+compile", "stock,,native"])
+def test_wrong_suffixes_are_refused(train_step, text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is none of stock, liger-kernel, native"):
+        train_step.implementations_of(text)
+
+
+@pytest.mark.parametrize("shape", [shape for shape, family in TINY.items() if family in FAMILIES])
+def test_native_takes_the_steps_of_stock_in_every_family(shape, tmp_path):
+    # eager, because sdpa, the default, cannot run Gemma 2; three layers, so that both kinds of its layers are there
+    arguments = ("--implementations", "stock@eager,native@eager", "--dtype", "fp32", "--layers", "3")
+    stock, native = run(tmp_path / "results.json", *arguments, shape=shape)["rows"]
+    assert "error" not in native, native["error"]
+    assert native["parameters"] == stock["parameters"]
+    # fp32: losses near 6 are sums of some 1e3 rounded terms; four AdamW steps at 1e-5 differ by signs of tiny gradients
+    assert native["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+    assert stock["losses"][-1] < stock["losses"][0]
+    assert native["time_over_stock"] == native["step_ms"] / stock["step_ms"]
+
+
+def test_an_attention_of_its_own_holds_for_one_row_only(tmp_path):
+    arguments = ("--implementations", "stock,stock@eager", "--dtype", "fp32")
+    default, eager = run(tmp_path / "results.json", *arguments, shape="tiny-gemma2")["rows"]
+    assert default["error"] == "ValueError: sdpa cannot cap the attention scores of gemma2: name @eager or @flex_attention"
+    assert eager["losses"][-1] < eager["losses"][0]
+
+
+@pytest.mark.parametrize("shape, center", [("tiny", 1.0), ("tiny-qwen3", 1.0), ("tiny-gemma2", 0.0)])
+def test_weights_fit_the_stock_model_and_norms_lie_around_their_initial_value(train_step, shape, center):
+    config = train_step.config_of(shape, None)
+    assert config.model_type == TINY[shape]
+    weights = train_step.stock_weights(config, torch.float32, "cpu", seed=0)
+    AutoModelForCausalLM.from_config(config).load_state_dict(weights)
+    norms = torch.cat([weight for weight in weights.values() if weight.dim() == 1])
+    # 0.1·randn: the mean of n values is off by 0.1/√n, here five times that at most
+    assert norms.mean().item() == pytest.approx(center, abs=0.5 / len(norms) ** 0.5)
+    assert norms.std().item() == pytest.approx(0.1, rel=0.2)
+
+
+def test_layers_shorten_the_kinds_of_layers_too(train_step):
+    config = train_step.config_of("gemma2-9b", 3)
+    assert config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
+    assert train_step.config_of("qwen3-8b", 5).layer_types == ["full_attention"] * 5
+
+
+@pytest.mark.parametrize("length, pairs", [(16, 96), (8, 32), (4, 8)])
+def test_operations_of_a_sliding_window(train_step, length, pairs):
+    """tiny-gemma2: layer 0 slides by 8, layer 1 is full; 4 heads of 16, 2 key-value heads, a tied head of 320.
+
+    Pairs of query and key: full length²/2; sliding the same up to length 8, and at 16 the 32 of the first 8 queries and 8 of
+    each other. A pair and head costs 2 products of 16, 2 operations each, forwards, and twice that backwards.
+    """
+    weights = 2 * (64 * 64 + 64 * 2 * 2 * 16 + 64 * 64 + 3 * 64 * 160) + 64 * 320
+    attention = 3 * 4 * (4 * 16) * (pairs + length**2 // 2)
+    config = train_step.config_of("tiny-gemma2", None)
+    assert train_step.step_flops(config, batch=2, length=length) == 2 * (6 * weights * length + attention)
+
+
+def test_ratios_are_to_the_best_row_of_a_name(train_step):
+    def measured(implementation, step_ms, peak_gib):
+        return {"implementation": implementation, "step_ms": step_ms, "peak_gib": peak_gib, "losses": [6.0, 5.0]}
+
+    rows = [
+        measured("stock@eager", 800.0, 90.0),
+        measured("liger-kernel@eager", 600.0, 40.0),
+        measured("liger-kernel+compile@flex_attention", 500.0, 50.0),
+        {"implementation": "liger-kernel", "error": "OutOfMemoryError: CUDA out of memory."},
+        measured("native", 400.0, 30.0),
+    ]
+    options = {"batch": 1, "length": 1, "device": "cuda", "dtype": "bf16"}
+    train_step.compare({"options": options, "model_flops_per_step": 1, "rows": rows})
+    native, eager = rows[4], rows[1]
+    assert (native["time_over_stock"], native["peak_over_stock"]) == (400 / 800, 30 / 90)
+    assert (native["time_over_liger_kernel"], native["peak_over_liger_kernel"]) == (400 / 500, 30 / 40)
+    assert (eager["time_over_liger_kernel"], eager["peak_over_liger_kernel"]) == (600 / 500, 1.0)
+    assert rows[3] == {"implementation": "liger-kernel", "error": "OutOfMemoryError: CUDA out of memory."}
