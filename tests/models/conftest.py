@@ -20,7 +20,7 @@ def checkpoint(tmp_path_factory):
     folders = {}
 
     def folder_of(case: Case, head: str = "causal_lm", **options):
-        key = (case, head, *options.items())
+        key = (case, head, repr(options))
         if key not in folders:
             folders[key] = tmp_path_factory.mktemp(str(case))
             configuration = case.configuration()

@@ -159,12 +159,11 @@ _LLAMA_CASES: dict[str, dict] = {
 }
 _LLAMA_MAIN = ("3", "3.2")
 
-# Windows of 5 are shorter than every sequence of these tests, and layers with and without one take turns.
-_WINDOWS = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+# Windows of 5 are shorter than every sequence of these tests.
 
 _QWEN2_CASES: dict[str, dict] = {
     "2.5": dict(tie_word_embeddings=True),
-    "windows": dict(use_sliding_window=True, max_window_layers=1, num_hidden_layers=3, sliding_window=5),
+    "windows": dict(use_sliding_window=True, max_window_layers=1, sliding_window=5),
     "odd": dict(vocab_size=97, hidden_size=42, intermediate_size=44, num_attention_heads=3, num_key_value_heads=1),
     "yarn": _rope("yarn", factor=4.0, original_max_position_embeddings=8),
 }
@@ -188,7 +187,7 @@ _GEMMA_CASES: dict[str, dict] = {
 _GEMMA_MAIN = ("1",)
 
 # The caps are low enough to bend scores and logits of these tiny models.
-_GEMMA2 = dict(**_GEMMA, **_WINDOWS, query_pre_attn_scalar=7, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
+_GEMMA2 = dict(**_GEMMA, sliding_window=5, query_pre_attn_scalar=7, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
 _GEMMA2_CASES: dict[str, dict] = {
     "2": dict(),
     "gelu": dict(hidden_activation="gelu", attention_bias=True, tie_word_embeddings=False),
@@ -197,7 +196,7 @@ _GEMMA2_CASES: dict[str, dict] = {
 }
 _GEMMA2_MAIN = ("2",)
 
-_GEMMA3 = dict(**_GEMMA, **_WINDOWS, query_pre_attn_scalar=7)
+_GEMMA3 = dict(**_GEMMA, sliding_window=5, sliding_window_pattern=2, query_pre_attn_scalar=7)
 _GEMMA3_CASES: dict[str, dict] = {
     "3": dict(),
     "capped": dict(final_logit_softcapping=3.0, hidden_activation="gelu", attention_bias=True),
@@ -245,5 +244,6 @@ CASES: list[Case] = [
     for name, options in cases.items()
 ]
 MAIN: list[Case] = [case for case in CASES if case.main]
+CAUSAL: list[Case] = [case for case in CASES if not case.options.get("use_bidirectional_attention")]
 MAIN_ATTENTIONS: list[tuple[Case, str]] = [(case, attention) for case in MAIN for attention in case.family.attentions]
 ONE_PER_FAMILY: list[Case] = list({case.family: case for case in reversed(MAIN)}.values())

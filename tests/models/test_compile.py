@@ -22,20 +22,23 @@ def _compiled(model, backend: str):
     return model
 
 
-ONE_LAYER = {"num_hidden_layers": 1}  # the layers are alike, and each takes seconds to trace
+def _short(case: Case) -> dict:
+    """One layer of each kind: layers of one kind are alike, and each takes seconds to trace."""
+    kinds = list(dict.fromkeys(getattr(case.configuration(), "layer_types", None) or []))
+    return {"num_hidden_layers": len(kinds), "layer_types": kinds} if kinds else {"num_hidden_layers": 1}
 
 
 @one_case
 def test_compiled_forward_and_backward(case: Case, pair):
     """With logits: the path of evaluation. That of training is compiled below, by inductor."""
-    stock, native = pair(case, saved_with=ONE_LAYER)
+    stock, native = pair(case, saved_with=_short(case))
     names, inputs = stock_names(stock), inputs_of(stock)
     assert_equal(results(_compiled(native, "aot_eager"), names, **inputs), results(stock, names, **inputs))
 
 
 @one_case
 def test_inductor(case: Case, pair):
-    stock, native = pair(case, saved_with={**ONE_LAYER, "tie_word_embeddings": True})
+    stock, native = pair(case, saved_with={**_short(case), "tie_word_embeddings": True})
     names, inputs = stock_names(stock), inputs_of(stock)
     actual = results(_compiled(native.train(), "inductor"), names, **inputs)
     assert_equal(actual, results(stock, names, **inputs), without=("logits",))
@@ -52,7 +55,7 @@ def test_no_graph_breaks(case: Case, build):
 @one_case
 def test_other_lengths_do_not_recompile_each_time(case: Case, build):
     """The second length makes sizes dynamic, and the third finds a graph, as with the stock class."""
-    native = build("native", case, saved_with=ONE_LAYER).train()
+    native = build("native", case, saved_with=_short(case)).train()
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
     model = torch.compile(native, fullgraph=True, backend=counter)
     for length in (11, 13, 17):

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -33,18 +32,19 @@ def test_classes(case: Case, build):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_made_from_a_configuration(case: Case):
-    """A new model has the stock class's distribution of weights: the scale of each matrix, ones and zeros elsewhere."""
+    """A new model has the stock class's distribution of weights: the scale of each matrix, and the vectors themselves."""
     stock, native = (getattr(case.family, kind)("causal_lm")(case.configuration()) for kind in ("stock", "native"))
     inputs = inputs_of(native)
     assert torch.isfinite(native(**inputs).loss)
     assert native.num_parameters() == stock.num_parameters()
+    vectors = {name: parameter for name, parameter in stock.named_parameters() if parameter.ndim == 1}
     for name, parameter in native.named_parameters():
         if parameter.ndim > 1:
             # The standard error of a standard deviation over n samples is 1/√(2n) of it; five of them.
             allowed = 5 * (2 * parameter.numel()) ** -0.5 + 0.05
             assert abs(parameter.std().item() / native.config.initializer_range - 1) < allowed, name
         else:
-            assert torch.equal(parameter, torch.full_like(parameter, 1.0 if "norm" in name else 0.0)), name
+            assert torch.equal(parameter, vectors.get(name, torch.zeros_like(parameter))), name
     padding = native.config.pad_token_id
     if padding is not None:
         assert torch.equal(
@@ -55,7 +55,7 @@ def test_made_from_a_configuration(case: Case):
 @main_cases
 def test_embeddings_and_tying(case: Case, pair):
     stock, native = pair(case)
-    tied = bool(case.options.get("tie_word_embeddings"))
+    tied = stock.config.tie_word_embeddings
     for model in (stock, native):
         assert model.get_input_embeddings() is model.base_model.get_input_embeddings()
         assert isinstance(model.get_input_embeddings(), nn.Embedding)
@@ -93,7 +93,7 @@ def test_resize_token_embeddings(case: Case, size: int, pair):
         assert model.get_input_embeddings().num_embeddings == model.lm_head.out_features == size
         kept = min(size, before.shape[0])
         assert torch.equal(model.get_input_embeddings().weight[:kept], before[:kept])
-    assert (native.lm_head.weight is native.get_input_embeddings().weight) == bool(case.options.get("tie_word_embeddings"))
+    assert (native.lm_head.weight is native.get_input_embeddings().weight) == stock.config.tie_word_embeddings
     with torch.no_grad():  # the rows that are new are random
         native.get_input_embeddings().weight.copy_(stock.get_input_embeddings().weight)
         native.lm_head.weight.copy_(stock.lm_head.weight)
@@ -106,7 +106,7 @@ def test_resize_token_embeddings(case: Case, size: int, pair):
 def test_attention_implementation_can_be_set_later(case: Case, pair):
     stock, native = pair(case)
     inputs = inputs_of(stock)
-    assert native.config._attn_implementation == stock.config._attn_implementation == "sdpa"
+    assert native.config._attn_implementation == stock.config._attn_implementation == case.family.attentions[-1]
     for model in (stock, native):
         model.set_attn_implementation("eager")
         assert model.config._attn_implementation == "eager"
@@ -129,50 +129,57 @@ def test_moved_between_dtypes(case: Case, pair, build):
 
 
 _UNCHANGED = """
-    import importlib
-    import torch, transformers
-    modelling = importlib.import_module({modelling!r})
+import importlib
+import torch, transformers
+modules = [importlib.import_module(family["modelling"]) for family in families]
 
-    def snapshot():
-        owners = [torch.nn, torch.nn.functional, torch.Tensor, modelling, transformers.PreTrainedModel]
-        owners += [v for v in vars(modelling).values() if isinstance(v, type) and v.__module__ == modelling.__name__]
-        owners += [torch.nn.Linear, torch.nn.Embedding, torch.nn.CrossEntropyLoss, torch.nn.LayerNorm, torch.nn.Module]
-        return [(owner, name, value) for owner in owners for name, value in vars(owner).items() if callable(value)]
+def snapshot():
+    owners = [torch.nn, torch.nn.functional, torch.Tensor, transformers.PreTrainedModel, *modules]
+    owners += [v for m in modules for v in vars(m).values() if isinstance(v, type) and v.__module__ == m.__name__]
+    owners += [torch.nn.Linear, torch.nn.Embedding, torch.nn.CrossEntropyLoss, torch.nn.LayerNorm, torch.nn.Module]
+    return [(owner, name, value) for owner in owners for name, value in vars(owner).items() if callable(value)]
 
-    def stock_numbers():
+def stock_numbers():
+    numbers = []
+    for family in families:
         torch.manual_seed(0)
-        model = transformers.{stock}(transformers.{configuration}(**{options!r}))
+        model = getattr(transformers, family["stock"])(getattr(transformers, family["configuration"])(**family["options"]))
         tokens = torch.arange(3, 19).reshape(2, 8)
         outputs = model(input_ids=tokens, labels=tokens)
         outputs.loss.backward()
-        return [outputs.logits.detach(), outputs.loss.detach(), *(p.grad for p in model.parameters())]
+        numbers += [outputs.logits.detach(), outputs.loss.detach(), *(p.grad for p in model.parameters())]
+    return numbers
 
-    numbers, before = stock_numbers(), snapshot()  # transformers itself adds to nn.Module when it makes its first model
-    import liger_models
-    native = liger_models.Liger{stock}(transformers.{configuration}(**{options!r})).train()
+numbers, before = stock_numbers(), snapshot()  # transformers itself adds to nn.Module when it makes its first model
+import liger_models
+for family in families:
+    configuration = getattr(transformers, family["configuration"])(**family["options"])
+    native = getattr(liger_models, family["native"])(configuration).train()
     tokens = torch.arange(3, 19).reshape(2, 8)
     native(input_ids=tokens, labels=tokens).loss.backward()
     native.generate(tokens, max_new_tokens=2, do_sample=False)
-    changed = [(owner, name) for owner, name, value in before if vars(owner).get(name) is not value]
-    assert not changed, changed
-    known = {{(owner, name) for owner, name, value in before}}
-    added = [(owner, name) for owner, name, value in snapshot() if (owner, name) not in known]
-    assert not added, added
-    assert all(torch.equal(a, b) for a, b in zip(numbers, stock_numbers(), strict=True))
-    print("unchanged")
+changed = [(owner, name) for owner, name, value in before if vars(owner).get(name) is not value]
+assert not changed, changed
+known = {(owner, name) for owner, name, value in before}
+added = [(owner, name) for owner, name, value in snapshot() if (owner, name) not in known]
+assert not added, added
+assert all(torch.equal(a, b) for a, b in zip(numbers, stock_numbers(), strict=True))
+print("unchanged")
 """
 
 _INDEPENDENT = """
-    import sys
-    import torch, transformers, liger_models
-    native = liger_models.Liger{stock}(transformers.{configuration}(**{options!r})).train()
+import sys
+import torch, transformers, liger_models
+for family in families:
+    configuration = getattr(transformers, family["configuration"])(**family["options"])
+    native = getattr(liger_models, family["native"])(configuration).train()
     tokens = torch.arange(3, 19).reshape(2, 8)
     # The first call of the process is compiled: nothing may rely on what an earlier, eager call has cached.
     torch.compile(native, fullgraph=True, backend="eager")(input_ids=tokens, labels=tokens).loss.backward()
     native(input_ids=tokens, labels=tokens).loss.backward()
     native.generate(tokens, max_new_tokens=2, do_sample=False)
-    assert {modelling!r} not in sys.modules
-    print("independent")
+    assert family["modelling"] not in sys.modules, family["modelling"]
+print("independent")
 """
 
 
@@ -180,16 +187,19 @@ _PROGRAMS = {"unchanged": _UNCHANGED, "independent": _INDEPENDENT}
 
 
 @pytest.mark.parametrize("word", _PROGRAMS)
-@one_case
-def test_stock_classes_are(case: Case, word: str):
+def test_stock_classes_are(word: str):
     """Native classes neither change nor need the stock ones: same objects and bit-equal numbers after as before."""
-    family = case.family
-    text = textwrap.dedent(_PROGRAMS[word]).format(
-        modelling=family.modelling,
-        stock=family.heads["causal_lm"],
-        configuration=family.configuration,
-        options=case.options,
-    )
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300)
+    families = [
+        {
+            "modelling": case.family.modelling,
+            "stock": case.family.heads["causal_lm"],
+            "native": case.family.native("causal_lm").__name__,
+            "configuration": case.family.configuration,
+            "options": case.options,
+        }
+        for case in ONE_PER_FAMILY
+    ]
+    text = f"families = {families!r}\n{_PROGRAMS[word]}"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == word

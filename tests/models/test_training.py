@@ -103,7 +103,7 @@ _FROZEN = {
 def test_frozen(case: Case, frozen: str, training: bool, pair):
     """A frozen parameter gets no gradient; the others get the same as in the stock class."""
     stock, native = pair(case)
-    if case.options.get("tie_word_embeddings") and frozen == "backbone":
+    if stock.config.tie_word_embeddings and frozen == "backbone":
         pytest.skip("a tied head is part of the backbone")
     inputs = inputs_of(stock)
     names = stock_names(stock)
@@ -116,7 +116,7 @@ def test_frozen(case: Case, frozen: str, training: bool, pair):
     assert [n for n in names if actual[n] is None] == [n for n in names if expected[n] is None]
     kept = [name for name in names if expected[name] is not None]
     assert kept
-    assert len(kept) < len(names) or (case.options.get("tie_word_embeddings") and frozen == "head")
+    assert len(kept) < len(names) or (stock.config.tie_word_embeddings and frozen == "head")
     assert_equal({name: actual[name] for name in kept}, {name: expected[name] for name in kept})
 
 
@@ -163,11 +163,14 @@ def _leaves(model) -> list[str]:
 
 
 def _hooked(module, when: str):
-    """Register a hook that changes what goes in, what comes out, or the gradient that leaves; no norm can undo it."""
+    """Register a hook that changes what goes in, what comes out, or the gradient that leaves, by no factor: a norm behind it
+    would undo that."""
     if when == "before":
         return module.register_forward_pre_hook(lambda module, arguments: (arguments[0] + 0.3,))
     if when == "after":
-        return module.register_forward_hook(lambda module, arguments, output: output * 1.5)
+        return module.register_forward_hook(
+            lambda module, arguments, output: output * torch.linspace(0.5, 1.5, output.shape[-1])
+        )
     return module.register_full_backward_hook(
         lambda module, inward, outward: tuple(g if g is None else g * 1.5 for g in inward)
     )
