@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from liger_models.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
     from liger_models.kernels.gated_mlp import gated_mlp
     from liger_models.kernels.geglu import geglu
+    from liger_models.kernels.qk_norm_rope import qk_norm_rope
     from liger_models.kernels.qkv_rope import qkv_rope
     from liger_models.kernels.rms_norm import rms_norm
     from liger_models.kernels.rope import rope
