@@ -20,11 +20,14 @@ from liger_models.kernels.backends.triton.launch import launch, next_power_of_2
 from liger_models.kernels.backends.triton.rope import token_major
 
 MAX_HEAD_DIM = 256
+MAX_HEAD_TOGETHER = 128  # up to this head_dim, the sums of dk and dv fit one program's registers
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 _LOWEST = tl.constexpr(-1e30)  # finite: a row that saw only masked keys must not give inf - inf
 _LAST = tl.constexpr(2**31 - 1)
 _BOUNDS = tl.constexpr(4)  # numbers that `bounds` has for each block of queries
+# What there is per query is kept in rows of a multiple of 16, the end filled in: loads of several numbers at a time.
+_ALIGN = tl.constexpr(16)
 
 
 # The numbers of queries and keys are not specialised: one compiled kernel serves all lengths.
@@ -72,9 +75,11 @@ def _forward_kernel(
     output = accumulator / tl.where(seen, row_sum, 1.0)[:, None]
     output_ptr += (batch * queries * HEADS + head) * HEAD_DIM
     _store(output_ptr, output, start, HEADS * HEAD_DIM, queries, HEAD_DIM, QUERIES, HEAD_BLOCK)
-    if log2_sum_ptr is not None:  # +inf where nothing is seen: the weights that backward computes from it are 0
-        log2_sum = tl.where(seen, row_max + tl.log2(tl.where(seen, row_sum, 1.0)), float("inf"))
-        tl.store(log2_sum_ptr + (batch * HEADS + head) * queries + row, log2_sum, mask=row < queries)
+    if log2_sum_ptr is not None:  # +inf where nothing is seen and past the end: the weights in backward are 0 there
+        log2_sum = row_max + tl.log2(tl.where(seen, row_sum, 1.0))
+        padded = _padded(queries)
+        log2_sum = tl.where(seen & (row < queries), log2_sum, float("inf"))
+        tl.store(log2_sum_ptr + (batch * HEADS + head) * padded + row, log2_sum, mask=row < padded)
 
 
 @triton.jit
@@ -99,12 +104,12 @@ def _attend(
 
 @triton.jit(do_not_specialize=["queries", "keys"])
 def _prepare_kernel(
-    output_ptr, dy_ptr, log2_sum_ptr, sinks_ptr, first_ptr, last_ptr, delta_ptr, partial_ptr, bounds_ptr,
+    output_ptr, dy_ptr, log2_sum_ptr, sinks_ptr, first_ptr, last_ptr, delta_ptr, partial_ptr, intervals_ptr, bounds_ptr,
     dy_batch, dy_sequence, dy_head, dy_last, interval_batch, queries, keys,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, HEAD_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Per query Σ dy·output, per block of queries its part of the sink's gradient, and the bounds of its intervals."""
-    blocks = tl.cdiv(queries, QUERIES)
+    """Per query Σ dy·output and its interval, per block of queries its part of the sink's gradient and its bounds."""
+    blocks, padded = tl.cdiv(queries, QUERIES), _padded(queries)
     block, head, batch = _query_block(blocks, HEADS)
     start, row = block * QUERIES, block * QUERIES + tl.arange(0, QUERIES)
     if delta_ptr is not None:
@@ -113,20 +118,23 @@ def _prepare_kernel(
         output = _tile(output_ptr, start, HEADS * HEAD_DIM, 1, queries, HEAD_DIM, QUERIES, HEAD_BLOCK, True)
         dy = _tile(dy_ptr, start, dy_sequence, dy_last, queries, HEAD_DIM, QUERIES, HEAD_BLOCK, True)
         delta = tl.sum(output.to(tl.float32) * dy.to(tl.float32), 1)
-        rows = (batch * HEADS + head) * queries + row
-        tl.store(delta_ptr + rows, delta, mask=row < queries)
+        rows = (batch * HEADS + head) * padded + row
+        tl.store(delta_ptr + rows, delta, mask=row < padded)
         if partial_ptr is not None:
-            log2_sum = tl.load(log2_sum_ptr + rows, mask=row < queries, other=float("inf"))
+            log2_sum = tl.load(log2_sum_ptr + rows, mask=row < padded, other=float("inf"))
             weight = tl.exp2(tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E - log2_sum)
             tl.store(partial_ptr + (batch * blocks + block) * HEADS + head, -tl.sum(weight * delta, 0))
-    if bounds_ptr is not None:  # noqa: SIM102: the outer condition is decided at compile time
-        if head == 0:
+    if bounds_ptr is not None:  # noqa: SIM102
+        if head == 0:  # a condition of its own: the outer one is decided at compile time
             first, last = _interval(first_ptr + batch * interval_batch, last_ptr + batch * interval_batch, row, queries, keys)
-            bounds_ptr += (batch * blocks + block) * _BOUNDS
-            tl.store(bounds_ptr, tl.min(first, 0))
-            tl.store(bounds_ptr + 1, tl.max(first, 0))
-            tl.store(bounds_ptr + 2, tl.min(last, 0))
-            tl.store(bounds_ptr + 3, tl.max(last, 0))
+            interval = intervals_ptr + batch * 2 * padded + row
+            tl.store(interval, first, mask=row < padded)
+            tl.store(interval + padded, last, mask=row < padded)
+            bound = bounds_ptr + (batch * blocks + block) * _BOUNDS
+            tl.store(bound, tl.min(first, 0))
+            tl.store(bound + 1, tl.max(first, 0))
+            tl.store(bound + 2, tl.min(last, 0))
+            tl.store(bound + 3, tl.max(last, 0))
 
 
 @triton.jit(do_not_specialize=["queries", "keys"])
@@ -150,9 +158,10 @@ def _query_gradient_kernel(
 
     q = _tile(q_ptr, start, q_sequence, q_last, queries, HEAD_DIM, QUERIES, HEAD_BLOCK, True)
     dy = _tile(dy_ptr, start, dy_sequence, dy_last, queries, HEAD_DIM, QUERIES, HEAD_BLOCK, True)
-    rows = (batch * HEADS + head) * queries + row
-    log2_sum = tl.load(log2_sum_ptr + rows, mask=row < queries, other=float("inf"))
-    delta = tl.load(delta_ptr + rows, mask=row < queries, other=0.0)
+    padded = _padded(queries)
+    rows = (batch * HEADS + head) * padded + row
+    log2_sum = tl.load(log2_sum_ptr + rows, mask=row < padded, other=float("inf"))
+    delta = tl.load(delta_ptr + rows, mask=row < padded, other=0.0)
     dq = tl.zeros((QUERIES, HEAD_BLOCK), tl.float32)
     for index in range(masked):
         key_block = tl.where(index < left, from_block + index, full_from + full + index - left)
@@ -192,9 +201,9 @@ def _add_to_dq(
 
 @triton.jit(do_not_specialize=["queries", "keys"])
 def _key_value_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, key_mask_ptr, dy_ptr, log2_sum_ptr, delta_ptr, bounds_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, intervals_ptr, bounds_ptr, key_mask_ptr, dy_ptr, log2_sum_ptr, delta_ptr, dk_ptr, dv_ptr,
     q_batch, q_head, q_sequence, q_last, k_batch, k_head, k_sequence, k_last, v_batch, v_head, v_sequence, v_last,
-    dy_batch, dy_sequence, dy_head, dy_last, interval_batch, queries, keys, inner, outer, scaling,
+    dy_batch, dy_sequence, dy_head, dy_last, queries, keys, inner, outer, scaling,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HEAD_BLOCK: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
@@ -210,11 +219,11 @@ def _key_value_gradient_kernel(
     dy_ptr += batch * dy_batch + key_value_head * GROUP * dy_head
     k_ptr += batch * k_batch + key_value_head * k_head
     v_ptr += batch * v_batch + key_value_head * v_head
-    first_ptr += batch * interval_batch
-    last_ptr += batch * interval_batch
-    log2_sum_ptr += (batch * HEADS + key_value_head * GROUP) * queries
+    padded = _padded(queries)
+    intervals_ptr += batch * 2 * padded
+    log2_sum_ptr += (batch * HEADS + key_value_head * GROUP) * padded
     if delta_ptr is not None:
-        delta_ptr += (batch * HEADS + key_value_head * GROUP) * queries
+        delta_ptr += (batch * HEADS + key_value_head * GROUP) * padded
     if key_mask_ptr is not None:
         key_mask_ptr += batch * keys
     blocks = tl.cdiv(queries, QUERIES)
@@ -231,13 +240,13 @@ def _key_value_gradient_kernel(
         block = index % masked
         block = tl.where(block < left, from_block + block, full_from + full + block - left)
         dk, dv = _add_to_dk_dv(
-            dk, dv, k, v, q_ptr, dy_ptr, log2_sum_ptr, delta_ptr, key_mask_ptr, first_ptr, last_ptr, index // masked,
+            dk, dv, k, v, q_ptr, dy_ptr, log2_sum_ptr, delta_ptr, key_mask_ptr, intervals_ptr, index // masked,
             block * QUERIES, start, q_head, q_sequence, q_last, dy_head, dy_sequence, dy_last, queries, keys, inner, outer,
             HEAD_DIM, HAS_SOFTCAP, dk_ptr is not None, dv_ptr is not None, QUERIES, KEYS, HEAD_BLOCK, True,
         )  # fmt: skip
     for index in range(GROUP * full):
         dk, dv = _add_to_dk_dv(
-            dk, dv, k, v, q_ptr, dy_ptr, log2_sum_ptr, delta_ptr, None, first_ptr, last_ptr, index // full,
+            dk, dv, k, v, q_ptr, dy_ptr, log2_sum_ptr, delta_ptr, None, intervals_ptr, index // full,
             (full_from + index % full) * QUERIES, start, q_head, q_sequence, q_last, dy_head, dy_sequence, dy_last,
             queries, keys, inner, outer,
             HEAD_DIM, HAS_SOFTCAP, dk_ptr is not None, dv_ptr is not None, QUERIES, KEYS, HEAD_BLOCK, False,
@@ -252,7 +261,7 @@ def _key_value_gradient_kernel(
 
 @triton.jit
 def _add_to_dk_dv(
-    dk, dv, k, v, q_ptr, dy_ptr, log2_sum_ptr, delta_ptr, key_mask_ptr, first_ptr, last_ptr, head, start, key_start,
+    dk, dv, k, v, q_ptr, dy_ptr, log2_sum_ptr, delta_ptr, key_mask_ptr, intervals_ptr, head, start, key_start,
     q_head, q_sequence, q_last, dy_head, dy_sequence, dy_last, queries, keys, inner, outer,
     HEAD_DIM: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WANTS_DK: tl.constexpr, WANTS_DV: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HEAD_BLOCK: tl.constexpr, MASKED: tl.constexpr,
@@ -261,13 +270,13 @@ def _add_to_dk_dv(
     wide = tl.full((), 0, tl.int64) + head
     q = _tile(q_ptr + wide * q_head, start, q_sequence, q_last, queries, HEAD_DIM, QUERIES, HEAD_BLOCK, MASKED)
     dy = _tile(dy_ptr + wide * dy_head, start, dy_sequence, dy_last, queries, HEAD_DIM, QUERIES, HEAD_BLOCK, MASKED)
-    row = start + tl.arange(0, QUERIES)
-    # Queries past the end are in no full block; they have zero gradients and, from +inf, zero weights.
-    log2_sum = tl.load(log2_sum_ptr + wide * queries + row, mask=row < queries, other=float("inf"))
+    row, padded = start + tl.arange(0, QUERIES), _padded(queries)
+    log2_sum = _per_query(log2_sum_ptr + wide * padded, row, padded, float("inf"), MASKED)
     scores = _scores(k, tl.trans(q), inner, HAS_SOFTCAP)
     weights = tl.exp2(scores * outer - log2_sum[None, :])
     if MASKED:
-        first, last = _interval(first_ptr, last_ptr, row, queries, keys)
+        first = _per_query(intervals_ptr, row, padded, _LAST, True)
+        last = _per_query(intervals_ptr + padded, row, padded, -1, True)
         key = key_start + tl.arange(0, KEYS)[:, None]
         visible = (first[None, :] <= key) & (key <= last[None, :])
         if key_mask_ptr is not None:
@@ -276,7 +285,7 @@ def _add_to_dk_dv(
     if WANTS_DV:
         dv = tl.dot(weights.to(dy.dtype), dy, dv, input_precision="ieee")
     if WANTS_DK:
-        delta = tl.load(delta_ptr + wide * queries + row, mask=row < queries, other=0.0)
+        delta = _per_query(delta_ptr + wide * padded, row, padded, 0.0, MASKED)
         d_weights = tl.dot(v, tl.trans(dy), input_precision="ieee")
         d_scores = weights * (d_weights - delta[None, :])
         if HAS_SOFTCAP:
@@ -291,6 +300,20 @@ def _query_block(blocks, HEADS: tl.constexpr):
     program = tl.program_id(0)
     block, sequence = blocks - 1 - program % blocks, program // blocks
     return block, (sequence % HEADS).to(tl.int64), (sequence // HEADS).to(tl.int64)  # 64-bit: offsets can pass 2**31
+
+
+@triton.jit
+def _padded(queries):
+    return tl.cdiv(queries, _ALIGN) * _ALIGN
+
+
+@triton.jit
+def _per_query(ptr, row, padded, past_the_end, MASKED: tl.constexpr):
+    """Numbers of a block of queries. A block that is seen entirely has no query past the end."""
+    if MASKED:
+        return tl.load(ptr + row, mask=row < padded, other=past_the_end)
+    else:
+        return tl.load(ptr + row)
 
 
 @triton.jit
@@ -420,17 +443,15 @@ def tile(kernel: str, head_block: int, element_size: int, shared: int) -> Tile:
 
 
 TILES = {
-    "forward": {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
-    "query_gradient": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 64, 4, 2)},
-    "key_value_gradient": {64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 2), 256: Tile(64, 64, 8, 2)},
+    "forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
+    "query_gradient": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
+    "key_value_gradient": {64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 2), 256: Tile(32, 128, 8, 2)},
 }
 
 
 def _shared_bytes(kernel: str, chosen: Tile, head_block: int, element_size: int) -> int:
     """Tiles that stay, tiles in flight, and a tile of scores that changes its layout."""
-    streamed, kept = (
-        (chosen.queries, 2 * chosen.keys) if kernel == "key_value_gradient" else (chosen.keys, 2 * chosen.queries)
-    )
+    streamed, kept = (chosen.queries, 2 * chosen.keys) if kernel == "key_value_gradient" else (chosen.keys, 2 * chosen.queries)
     if kernel == "forward":
         kept = chosen.queries
     return ((kept + 2 * chosen.stages * streamed) * head_block + chosen.queries * chosen.keys) * element_size
@@ -455,7 +476,7 @@ def refuses(q, k, v, first_key, last_key, key_mask, sinks, scaling, softcap):
 def forward(needs, q, k, v, first_key, last_key, key_mask, sinks, scaling, softcap):
     batch, heads, queries, head_dim = q.shape
     output = torch.empty(batch, queries, heads, head_dim, dtype=q.dtype, device=q.device)
-    log2_sum = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device) if any(needs) else None
+    log2_sum = _numbers(batch, heads, queries, like=q) if any(needs) else None
     first_key, last_key, key_mask, sinks = _dense(first_key, last_key, key_mask, sinks)
     sizes, head_block = _sizes(q, k, softcap), _head_block(head_dim)
     chosen = tile("forward", head_block, q.element_size(), hardware.shared_memory(q.device))
@@ -474,48 +495,67 @@ def backward(needs, gradients, *, q, k, v, first_key, last_key, key_mask, sinks,
         return None, None, None, None
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     first_key, last_key, key_mask, sinks = _dense(first_key, last_key, key_mask, sinks)
-    inputs = (q, k, v, first_key, last_key, key_mask)
     shared, head_block = hardware.shared_memory(q.device), _head_block(q.shape[3])
     chosen = tile("key_value_gradient", head_block, q.element_size(), shared)
-    delta, bounds, dsinks = _prepare(needs, inputs, dy, sinks, output, log2_sum, chosen.queries)
+    delta, intervals, bounds, dsinks = _prepare(needs, q, k, first_key, last_key, dy, sinks, output, log2_sum, chosen.queries)
     dq, dk, dv = (token_major(x.shape, x) if needed else None for x, needed in zip((q, k, v), needs))
-    strides = (*q.stride(), *k.stride(), *v.stride(), *dy.stride(), _batch_stride(first_key))
+    strides = (*q.stride(), *k.stride(), *v.stride(), *dy.stride())
     numbers = (q.shape[2], k.shape[2], *_factors(scaling, softcap), scaling)
-    if dk is not None or dv is not None:
+    for targets in _together(dk, dv, head_block):
         launch(
             _key_value_gradient_kernel, (triton.cdiv(k.shape[2], chosen.keys) * k.shape[1] * k.shape[0],),
-            *inputs, dy, log2_sum, delta, bounds, dk, dv, *strides, *numbers, **_sizes(q, k, softcap), SCAN=256,
-            QUERIES=chosen.queries, KEYS=chosen.keys, num_warps=chosen.warps, num_stages=chosen.stages,
+            q, k, v, intervals, bounds, key_mask, dy, log2_sum, delta, *targets, *strides, *numbers,
+            **_sizes(q, k, softcap), SCAN=256, QUERIES=chosen.queries, KEYS=chosen.keys, num_warps=chosen.warps,
+            num_stages=chosen.stages,
         )  # fmt: skip
     if dq is not None:
         chosen = tile("query_gradient", head_block, q.element_size(), shared)
         launch(
             _query_gradient_kernel, (triton.cdiv(q.shape[2], chosen.queries) * q.shape[1] * q.shape[0],),
-            *inputs, dy, log2_sum, delta, dq, *strides, *numbers, **_sizes(q, k, softcap),
+            q, k, v, first_key, last_key, key_mask, dy, log2_sum, delta, dq, *strides, _batch_stride(first_key), *numbers,
+            **_sizes(q, k, softcap),
             QUERIES=chosen.queries, KEYS=chosen.keys, num_warps=chosen.warps, num_stages=chosen.stages,
         )  # fmt: skip
     return dq, dk, dv, dsinks
 
 
-def _prepare(needs, inputs, dy, sinks, output, log2_sum, block):
-    """(Σ dy·output per query, bounds of the intervals per `block` queries, gradient of the sinks), each None if not wanted."""
-    q, k, _, first_key, last_key, _ = inputs
+def _together(dk, dv, head_block: int) -> list:
+    """The launches that make dk and dv, each with its targets: one for both unless their sums exceed the registers."""
+    if dk is not None and dv is not None and head_block <= MAX_HEAD_TOGETHER:
+        return [(dk, dv)]
+    return [targets for targets in ((None, dv), (dk, None)) if any(t is not None for t in targets)]
+
+
+def _prepare(needs, q, k, first_key, last_key, dy, sinks, output, log2_sum, block):
+    """What the other kernels read, None what they do not.
+
+    Returns:
+        Σ dy·output per query, its interval, the bounds of the intervals per `block` queries, the gradient of the sinks.
+    """
     (batch, heads, queries, head_dim), blocks = q.shape, triton.cdiv(q.shape[2], block)
-    delta, bounds, partial = None, None, None
+    delta, intervals, bounds, partial = None, None, None, None
     if needs.q or needs.k or needs.sinks:
-        delta = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
+        delta = _numbers(batch, heads, queries, like=q)
     if needs.k or needs.v:
+        intervals = _numbers(batch, 2, queries, like=q, dtype=torch.int32)
         bounds = torch.empty(batch, blocks, _BOUNDS.value, dtype=torch.int32, device=q.device)
     if needs.sinks:
         partial = torch.empty(batch, blocks, heads, dtype=torch.float32, device=q.device)
     head_block = _head_block(head_dim)
     launch(
         _prepare_kernel, (blocks * heads * batch,),
-        output, dy, log2_sum, sinks, first_key, last_key, delta, partial, bounds, *dy.stride(), _batch_stride(first_key),
-        queries, k.shape[2], HEADS=heads, HEAD_DIM=head_dim, QUERIES=block, HEAD_BLOCK=head_block,
+        output, dy, log2_sum, sinks, first_key, last_key, delta, partial, intervals, bounds, *dy.stride(),
+        _batch_stride(first_key), queries, k.shape[2], HEADS=heads, HEAD_DIM=head_dim, QUERIES=block, HEAD_BLOCK=head_block,
         num_warps=min(max(block * head_block // 2048, 1), 8),
     )  # fmt: skip
-    return delta, bounds, None if partial is None else partial.sum((0, 1)).to(sinks.dtype)
+    return delta, intervals, bounds, None if partial is None else partial.sum((0, 1)).to(sinks.dtype)
+
+
+def _numbers(*shape, like, dtype=torch.float32):
+    """An empty tensor of a number per query, the last dimension rounded up: see _ALIGN."""
+    *outer, queries = shape
+    padded = triton.cdiv(queries, _ALIGN.value) * _ALIGN.value
+    return torch.empty(*outer, padded, dtype=dtype, device=like.device)
 
 
 def _dense(first_key, last_key, key_mask, sinks):
