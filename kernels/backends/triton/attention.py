@@ -16,10 +16,11 @@ import triton.language as tl
 
 from liger_models.kernels.attention import misfit
 from liger_models.kernels.backends.triton import launch as hardware
-from liger_models.kernels.backends.triton.launch import launch, next_power_of_2
+from liger_models.kernels.backends.triton.launch import is_traced, launch, next_power_of_2
 from liger_models.kernels.backends.triton.rope import token_major
 
 MAX_HEAD_DIM = 256
+FEW_QUERIES = 16  # the least that a matrix product takes: so large is the block for a decoding step
 MAX_HEAD_TOGETHER = 128  # up to this head_dim, the sums of dk and dv fit one program's registers
 
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -31,7 +32,7 @@ _ALIGN = tl.constexpr(16)
 
 
 # The numbers of queries and keys are not specialised: one compiled kernel serves all lengths.
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit(do_not_specialize=["interval_batch", "queries", "keys"])
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, key_mask_ptr, sinks_ptr, output_ptr, log2_sum_ptr,
     q_batch, q_head, q_sequence, q_last, k_batch, k_head, k_sequence, k_last, v_batch, v_head, v_sequence, v_last,
@@ -102,7 +103,7 @@ def _attend(
     return accumulator, new_max, row_sum
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit(do_not_specialize=["interval_batch", "queries", "keys"])
 def _prepare_kernel(
     output_ptr, dy_ptr, log2_sum_ptr, sinks_ptr, first_ptr, last_ptr, delta_ptr, partial_ptr, intervals_ptr, bounds_ptr,
     dy_batch, dy_sequence, dy_head, dy_last, interval_batch, queries, keys,
@@ -137,7 +138,7 @@ def _prepare_kernel(
             tl.store(bound + 3, tl.max(last, 0))
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit(do_not_specialize=["interval_batch", "queries", "keys"])
 def _query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, key_mask_ptr, dy_ptr, log2_sum_ptr, delta_ptr, dq_ptr,
     q_batch, q_head, q_sequence, q_last, k_batch, k_head, k_sequence, k_last, v_batch, v_head, v_sequence, v_last,
@@ -477,9 +478,12 @@ def forward(needs, q, k, v, first_key, last_key, key_mask, sinks, scaling, softc
     batch, heads, queries, head_dim = q.shape
     output = torch.empty(batch, queries, heads, head_dim, dtype=q.dtype, device=q.device)
     log2_sum = _numbers(batch, heads, queries, like=q) if any(needs) else None
+    q, k, v = _addressable(q), _addressable(k), _addressable(v)
     first_key, last_key, key_mask, sinks = _dense(first_key, last_key, key_mask, sinks)
     sizes, head_block = _sizes(q, k, softcap), _head_block(head_dim)
     chosen = tile("forward", head_block, q.element_size(), hardware.shared_memory(q.device))
+    if not is_traced(q) and queries <= FEW_QUERIES:
+        chosen = chosen._replace(queries=FEW_QUERIES, warps=4)
     launch(
         _forward_kernel, (triton.cdiv(queries, chosen.queries) * heads * batch,),
         q, k, v, first_key, last_key, key_mask, sinks, output, log2_sum, *q.stride(), *k.stride(), *v.stride(),
@@ -493,7 +497,8 @@ def backward(needs, gradients, *, q, k, v, first_key, last_key, key_mask, sinks,
     dy = gradients[0]
     if dy is None:
         return None, None, None, None
-    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    q, k, v, dy = _addressable(q), _addressable(k), _addressable(v), _addressable(dy.transpose(1, 2))
+    dy = (dy if dy.stride(3) == 1 else dy.contiguous()).transpose(1, 2)
     first_key, last_key, key_mask, sinks = _dense(first_key, last_key, key_mask, sinks)
     shared, head_block = hardware.shared_memory(q.device), _head_block(q.shape[3])
     chosen = tile("key_value_gradient", head_block, q.element_size(), shared)
@@ -562,6 +567,13 @@ def _dense(first_key, last_key, key_mask, sinks):
     """The small tensors as the kernels read them: without gaps, and a mask as bytes."""
     key_mask = None if key_mask is None else key_mask.contiguous().view(torch.uint8)
     return first_key.contiguous(), last_key.contiguous(), key_mask, None if sinks is None else sinks.contiguous()
+
+
+def _addressable(tensor):
+    """The tensor, or a copy if offsets within a block could pass 2**31: programs add 64-bit numbers for its start only."""
+    if is_traced(tensor) or 512 * max(tensor.stride(2), tensor.stride(3)) < 2**31:
+        return tensor
+    return tensor.contiguous()
 
 
 def _batch_stride(interval):

@@ -18,15 +18,17 @@ def calls():
         (64, 8, 64, torch.bfloat16, True, None, False),  # GPT-OSS
         (16, 8, 256, torch.bfloat16, False, 50.0, False),  # Gemma 2
         (32, 8, 128, torch.bfloat16, False, None, True),  # Llama
-        (32, 8, 128, torch.float16, False, None, False),
-        (4, 4, 24, torch.bfloat16, False, None, False),
+        (4, 4, 24, torch.float16, False, None, False),
         (8, 2, 256, torch.float32, True, 50.0, True),
     ]:
         q, k, v = (
-            torch.zeros(2, 16, count, head_dim, dtype=dtype, requires_grad=True).transpose(1, 2)
+            torch.zeros(2, 32, count, head_dim, dtype=dtype, requires_grad=True).transpose(1, 2)
             for count in (heads, key_value_heads, key_value_heads)
         )
-        last_key = torch.arange(16, dtype=torch.int32)[None]
+        last_key = torch.arange(32, dtype=torch.int32)[None]
         sinks = torch.zeros(heads, dtype=dtype, requires_grad=True) if has_sinks else None
-        mask = torch.ones(2, 16, dtype=torch.bool) if has_mask else None
+        mask = torch.ones(2, 32, dtype=torch.bool) if has_mask else None
         yield q, k, v, last_key - 7, last_key, mask, sinks, head_dim**-0.5, softcap
+    q = torch.zeros(2, 32, 1, 128, dtype=torch.bfloat16)  # a decoding step
+    cache = torch.zeros(2, 8, 100, 128, dtype=torch.bfloat16)
+    yield q, cache, cache, last_key[:, :1], last_key[:, -1:], None, None, 0.1
