@@ -83,6 +83,8 @@ INTERVALS = {
     "all keys": bounds(torch.zeros(1, 50), torch.full((1, 50), 49)),
     "beyond the keys": bounds(torch.full((1, 50), -(2**31)), torch.full((1, 50), 2**31 - 1)),
     "unordered": unordered(50, 50),
+    # For the first keys, blocks of queries that see all of them lie on both sides of one that does not.
+    "alternating": bounds(torch.zeros(1, 50), torch.tensor([49] * 16 + [5] * 16 + [49] * 18)[None]),
 }
 
 

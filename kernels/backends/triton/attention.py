@@ -73,7 +73,7 @@ def _forward_kernel(
         )  # fmt: skip
 
     seen = row_sum > 0.0
-    output = accumulator / tl.where(seen, row_sum, 1.0)[:, None]
+    output = accumulator * (1.0 / tl.where(seen, row_sum, 1.0))[:, None]
     output_ptr += (batch * queries * HEADS + head) * HEAD_DIM
     _store(output_ptr, output, start, HEADS * HEAD_DIM, queries, HEAD_DIM, QUERIES, HEAD_BLOCK)
     if log2_sum_ptr is not None:  # +inf where nothing is seen and past the end: the weights in backward are 0 there
