@@ -28,6 +28,7 @@ from liger_models.kernels.registry import (
 )
 
 if TYPE_CHECKING:
+    from liger_models.kernels.attention import attention
     from liger_models.kernels.cross_entropy import cross_entropy
     from liger_models.kernels.embedding import embedding
     from liger_models.kernels.fused_add_rms_norm import fused_add_rms_norm
