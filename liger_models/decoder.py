@@ -18,6 +18,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from liger_models.attention import KeyIntervals
 from liger_models.compat import CACHE, named_cache, takes_cache, update_cache
 from liger_models.layers.attention import eager_attention
 from liger_models.layers.head import head_loss, softcapped
@@ -181,6 +182,8 @@ class LigerDecoderModel(LigerPreTrainedModel):
         caller gave them: looking for document boundaries in them waits for the device."""
         if isinstance(attention_mask, dict):
             return attention_mask
+        if isinstance(attention_mask, KeyIntervals):
+            return dict.fromkeys(self.layer_types, attention_mask)
         plain = attention_mask is None and position_ids is None and cache is None
         return {
             kind: None

@@ -92,6 +92,12 @@ class LigerPreTrainedModel(PreTrainedModel):
         else:
             super()._init_weights(module)
 
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        # Where scaled_dot_product_attention cannot serve, the stock class falls back to products of whole score matrices.
+        if requested_attention is None and not self._supports_sdpa:
+            requested_attention = "liger"
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
+
     # -- loading ----------------------------------------------------------------------------------------------------
 
     @classmethod

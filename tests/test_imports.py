@@ -21,7 +21,8 @@ ALLOWED = {
     "cli": {"package", "auto", "conversions", "models"},
     "auto": {"models", "compat"},
     "models": {"decoder", "layers", "losses", "conversions", "compat"},
-    "decoder": {"pretrained", "layers", "compat"},
+    "decoder": {"pretrained", "attention", "layers", "compat"},
+    "attention": {"layers", "ops"},  # what transformers' attention interface calls "liger"
     "pretrained": {"layers"},  # loading and saving, which models that are not decoders share too
     "layers": {"ops"},
     "losses": {"ops"},

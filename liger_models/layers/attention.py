@@ -129,6 +129,7 @@ def eager_attention(
     scaling: float,
     dropout: float = 0.0,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention by plain matrix products, which also returns its weights: what "eager" names in the stock models.
@@ -138,6 +139,7 @@ def eager_attention(
         key, value: [batch, key-value heads, key length, head_dim].
         attention_mask: added to the scores, broadcastable to [batch, heads, query length, key length], or None.
         softcap: cap of the scores before the mask is added, or None.
+        s_aux: [heads], for each head one more score, without a value (a sink), or None.
 
     Returns:
         [batch, query length, heads, head_dim] and the weights [batch, heads, query length, key length].
@@ -147,6 +149,9 @@ def eager_attention(
     scores = softcapped(torch.matmul(query, key.transpose(2, 3)) * scaling, softcap)
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    if s_aux is not None:
+        sinks = s_aux.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks.to(scores.dtype)), dim=-1)
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
