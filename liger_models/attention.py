@@ -36,6 +36,10 @@ class KeyIntervals(NamedTuple):
     last_key: Tensor
     key_mask: Tensor | None = None
 
+    def contiguous(self) -> KeyIntervals:
+        """What generate asks of every mask that it has prepared."""
+        return KeyIntervals(*(None if tensor is None else tensor.contiguous() for tensor in self))
+
     def additive_mask(self, keys: int, dtype: torch.dtype) -> Tensor:
         """[batch or 1, 1, queries, keys]: 0 for pairs that see each other, the dtype's lowest number for the others."""
         key = torch.arange(keys, device=self.first_key.device)

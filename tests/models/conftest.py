@@ -39,6 +39,8 @@ def build(checkpoint):
 
     def load(kind: str, case: Case, head: str = "causal_lm", saved_as: str | None = None, saved_with=None, **options):
         folder = checkpoint(case, saved_as or head, **(saved_with or {}))
+        if kind == "stock":  # transformers before 5.24 runs Gemma 2 on sdpa unasked, which leaves its cap out
+            options.setdefault("attn_implementation", case.family.attentions[-1])
         return getattr(case.family, kind)(head).from_pretrained(folder, **options).train(False)
 
     return load
