@@ -239,4 +239,5 @@ def test_one_token_and_one_row(case: Case, pair):
                 scale = expected[re.sub(r"[qk]_(proj|norm)\.\w+$", "v_proj.weight", name)].norm()
                 assert expected.pop(name).norm() <= FP32 * scale
                 assert actual.pop(name).norm() <= FP32 * scale, name
-        assert_equal(actual, expected)
+        # A bias on keys that are not rotated moves all scores of a query alike: what is left of its gradient is rounding.
+        assert_equal(actual, expected, tolerance=2 * FP32)
