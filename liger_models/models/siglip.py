@@ -13,6 +13,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from liger_models.conversions.siglip import MAPPING
 from liger_models.layers.attention import eager_attention
+from liger_models.layers.linear import PackedLinear
 from liger_models.layers.vision import LigerPatchEmbedding, LigerPoolingHead, LigerVisionAttention, LigerVisionMLP
 from liger_models.pretrained import LigerPreTrainedModel
 
@@ -111,8 +112,10 @@ class LigerSiglipVisionModel(LigerPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """As the stock class: Xavier (Glorot and Bengio 2010) for attention and MLP, LeCun for the patches."""
         if isinstance(module, LigerVisionAttention):
-            for rows in (*module.qkv_proj.weight.split(module.qkv_proj.part_sizes), module.out_proj.weight):
-                initialization.xavier_uniform_(rows)
+            if not getattr(module.qkv_proj.weight, "_is_hf_initialized", False):  # the flag is not on its parts
+                for rows in module.qkv_proj.weight.split(module.qkv_proj.part_sizes):
+                    initialization.xavier_uniform_(rows)
+            initialization.xavier_uniform_(module.out_proj.weight)
             initialization.zeros_(module.qkv_proj.bias)
             initialization.zeros_(module.out_proj.bias)
         elif isinstance(module, LigerVisionMLP):
@@ -127,5 +130,7 @@ class LigerSiglipVisionModel(LigerPreTrainedModel):
             initialization.xavier_uniform_(module.probe)
             initialization.xavier_uniform_(module.attention.in_proj_weight)
             initialization.zeros_(module.attention.in_proj_bias)
-        else:
+            initialization.lecun_normal_(module.attention.out_proj.weight)
+            initialization.zeros_(module.attention.out_proj.bias)
+        elif not isinstance(module, PackedLinear):  # a packed layer is initialised with the attention that it belongs to
             super()._init_weights(module)
