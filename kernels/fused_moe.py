@@ -94,8 +94,8 @@ def check_arguments(
     if x.dim() != 2 or expert_ids.dim() != 2 or gate_up_weight.dim() != 3 or down_weight.dim() != 3:
         raise ValueError(
             f"fused_moe: x, expert_ids, gate_up_weight and down_weight have {x.dim()}, {expert_ids.dim()}, "
-            f"{gate_up_weight.dim()} and {down_weight.dim()} dimensions, which must be 2, 2, 3 and 3: flatten the tokens, stack "
-            "the experts"
+            f"{gate_up_weight.dim()} and {down_weight.dim()} dimensions, which must be 2, 2, 3 and 3: flatten the tokens, "
+            "stack the experts"
         )
     hidden, (experts, _, intermediate) = x.shape[1], down_weight.shape
     expected = {
