@@ -95,14 +95,14 @@ def _rows_by_weights_kernel(
     if group < groups:
         row = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)[:, None]
         column = tl.program_id(1).to(tl.int64) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)[None, :]
-        weight_ptr += group.to(tl.int64) * group_stride + column * width_stride
-        rows_ptr += row * row_stride
+        weight_columns = weight_ptr + group.to(tl.int64) * group_stride + column * width_stride
+        row_starts = rows_ptr + row * row_stride
         total = tl.zeros((BLOCK_ROWS, BLOCK_WIDTH), tl.float32)
         for start in range(0, inner, BLOCK_INNER):
             along = (start + tl.arange(0, BLOCK_INNER)).to(tl.int64)
             left_mask, right_mask = (row < end) & (along < inner)[None, :], (along < inner)[:, None] & (column < width)
-            left = tl.load(rows_ptr + along[None, :] * row_inner_stride, mask=left_mask, other=0.0)
-            right = tl.load(weight_ptr + along[:, None] * inner_stride, mask=right_mask, other=0.0)
+            left = tl.load(row_starts + along[None, :] * row_inner_stride, mask=left_mask, other=0.0)
+            right = tl.load(weight_columns + along[:, None] * inner_stride, mask=right_mask, other=0.0)
             total = tl.dot(left, right, total, input_precision="ieee")
         tl.store(out_ptr + row * width + column, total.to(out_ptr.dtype.element_ty), mask=(row < end) & (column < width))
 
