@@ -358,6 +358,26 @@ def test_wrong_arguments(device, backend):
             ops.fused_moe(x, ids, ids, gate_up_weight, down_weight)
 
 
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_autocast(backend):
+    """fp32 weights under autocast: as if x, weights and biases were cast; expert_weights are not. Gradients are fp32."""
+    if backend == "triton" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device, and the interpreter has no right bf16 product")
+    device = "cuda" if backend == "triton" else "cpu"
+    arguments = leaves(tensors(), device)
+    cast = leaves([a.bfloat16() if n in TENSORS and n != "expert_weights" else a for n, a in zip(NAMES, arguments)], device)
+    with ops.use_backend(backend):
+        expected = ops.fused_moe(*cast, **GPT_OSS)
+        with torch.autocast(device, torch.bfloat16):
+            actual = ops.fused_moe(*arguments, **GPT_OSS)
+    assert actual.dtype == torch.bfloat16
+    assert actual.equal(expected)
+    expected.sum().backward()
+    actual.sum().backward()
+    for name, a, e in zip(NAMES, arguments, cast):
+        assert a.grad is None or (a.grad.dtype == torch.float32 and a.grad.equal(e.grad.float())), name
+
+
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("frozen", [(), ("x", "down_weight")])
 def test_compiled(device, compiler, frozen):

@@ -34,7 +34,7 @@ def rows_by_weights(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     grid = (triton.cdiv(count, tile["BLOCK_ROWS"]) + groups, triton.cdiv(width, tile["BLOCK_WIDTH"]))
     launch(
         _rows_by_weights_kernel, grid, rows, weights, ends, out, groups, inner, width,
-        *rows.stride(), *weights.stride(), GROUPS_BLOCK=next_power_of_2(groups), **tile,
+        *rows.stride(), *weights.stride(), GROUPS_BLOCK=max(next_power_of_2(groups), 32), **tile,
     )  # fmt: skip
     return out
 
