@@ -28,7 +28,7 @@ GIB = 2**30
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 IMPLEMENTATIONS = ("stock", "liger-kernel", "native")
 BASELINES = ("stock", "liger-kernel")
-ATTENTIONS = ("sdpa", "flash_attention_2", "eager", "flex_attention")
+ATTENTIONS = ("sdpa", "flash_attention_2", "eager", "flex_attention", "liger")
 
 
 class Shape(NamedTuple):

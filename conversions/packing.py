@@ -76,7 +76,7 @@ class UnpackRows(ConversionOps):
     ) -> dict[str, Tensor]:
         (tensor,) = (_single(value) for value in input_dict.values())
         module_name = full_layer_name.rpartition(".")[0]  # the packed layer or its first part: both hang on the owner
-        owner = model.get_submodule(module_name.rpartition(".")[0])
+        owner = _owner(model, module_name.rpartition(".")[0])
         layer = getattr(owner, source_patterns[0].rpartition(".")[2])
         if tensor.shape[0] != layer.out_features:
             raise ValueError(
@@ -88,6 +88,27 @@ class UnpackRows(ConversionOps):
     @property
     def reverse_op(self) -> ConversionOps:
         return PackRows()
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """The module of a name that may be the one on disk already: transformers before 5.24 renames before it unpacks.
+
+    A disk name has other prefixes (`language_model.model.layers.0.self_attn` for `model.language_model.layers.0.self_attn`),
+    so it means the module that shares its ending and most of its words.
+    """
+    modules = dict(model.named_modules())
+    if name in modules:
+        return modules[name]
+    words = name.split(".")
+
+    def likeness(other: str) -> tuple[int, int]:
+        others = other.split(".")
+        ending = next(
+            (n for n, (a, b) in enumerate(zip(reversed(words), reversed(others))) if a != b), min(len(words), len(others))
+        )
+        return ending, len(set(words) & set(others))
+
+    return modules[max(modules, key=likeness)]
 
 
 def _single(tensors: Tensor | list[Tensor]) -> Tensor:

@@ -44,7 +44,7 @@ def qkv_rope(
         )
     )
     q, k = rotated(q, cos, sin, interleaved), rotated(k, cos, sin, interleaved)
-    return _token_major(q), _token_major(k), _token_major(v)
+    return token_major_copy(q), token_major_copy(k), token_major_copy(v)
 
 
 def packed_misfit(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_key_value_heads: int) -> str | None:
@@ -58,6 +58,6 @@ def packed_misfit(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_key
     return angles_misfit(cos, sin, qkv.shape[0], qkv.shape[1], qkv.shape[2] // heads)
 
 
-def _token_major(x: Tensor) -> Tensor:
+def token_major_copy(x: Tensor) -> Tensor:
     """A copy of [batch, heads, sequence, head_dim] that is contiguous as [batch, sequence, heads, head_dim]."""
     return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)

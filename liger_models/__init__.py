@@ -23,6 +23,8 @@ _FAMILIES = {
 _HEADS = ("Model", "ForCausalLM", "ForSequenceClassification")
 _MODULE_OF = {
     **{stem + head: f"liger_models.models.{family}" for family, stem in _FAMILIES.items() for head in _HEADS},
+    "LigerGemma3MultimodalModel": "liger_models.models.gemma3_multimodal",
+    "LigerGemma3ForConditionalGeneration": "liger_models.models.gemma3_multimodal",
     "LigerAutoModelForCausalLM": "liger_models.auto",
     "register_auto_models": "liger_models.auto",
     "unregister_auto_models": "liger_models.auto",
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from liger_models.models.gemma import LigerGemmaForCausalLM, LigerGemmaForSequenceClassification, LigerGemmaModel
     from liger_models.models.gemma2 import LigerGemma2ForCausalLM, LigerGemma2ForSequenceClassification, LigerGemma2Model
     from liger_models.models.gemma3 import LigerGemma3ForCausalLM, LigerGemma3ForSequenceClassification, LigerGemma3Model
+    from liger_models.models.gemma3_multimodal import LigerGemma3ForConditionalGeneration, LigerGemma3MultimodalModel
     from liger_models.models.glm import LigerGlmForCausalLM, LigerGlmForSequenceClassification, LigerGlmModel
     from liger_models.models.glm4 import LigerGlm4ForCausalLM, LigerGlm4ForSequenceClassification, LigerGlm4Model
     from liger_models.models.llama import LigerLlamaForCausalLM, LigerLlamaForSequenceClassification, LigerLlamaModel

@@ -5,7 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 # For each model type: the module of its family and the stem of its class names.
 FAMILIES = {
@@ -19,9 +26,15 @@ FAMILIES = {
     "glm4": ("liger_models.models.glm4", "LigerGlm4"),
 }
 
+# Model types whose models see images too, likewise. Their language-modelling head has another ending.
+MULTIMODAL_FAMILIES = {"gemma3": ("liger_models.models.gemma3_multimodal", "LigerGemma3")}
+_MULTIMODAL_ENDING = "ForConditionalGeneration"
+
 # The Auto classes that get native classes, and the ending of their names. AutoModel is not among them: the *stock*
 # classification heads ask AutoModel for their base model and would be built on a native one.
 _HEADS = {AutoModelForCausalLM: "ForCausalLM", AutoModelForSequenceClassification: "ForSequenceClassification"}
+# For the multimodal types, as in transformers' own mappings.
+_MULTIMODAL_HEADS = (AutoModelForCausalLM, AutoModelForImageTextToText)
 
 _registrations: list[_Registration] = []
 
@@ -33,13 +46,17 @@ class UnsupportedModelError(ValueError):
 def native_class(model_type: str, ending: str = "ForCausalLM") -> type[PreTrainedModel]:
     """The native class of a model type ("llama") with a head ("ForCausalLM", "ForSequenceClassification", "Model").
 
+    A model that sees images ("gemma3") has one head, "ForConditionalGeneration", which "ForCausalLM" means too.
+
     Raises:
         UnsupportedModelError: there is none; the message lists those there are.
     """
+    if model_type in MULTIMODAL_FAMILIES and ending in ("ForCausalLM", _MULTIMODAL_ENDING):
+        module, stem = MULTIMODAL_FAMILIES[model_type]
+        return getattr(import_module(module), stem + _MULTIMODAL_ENDING)
     if model_type not in FAMILIES:
-        raise UnsupportedModelError(
-            f"no native class for model type {model_type!r}; there are classes for {', '.join(sorted(FAMILIES))}"
-        )
+        there = ", ".join(sorted({*FAMILIES, *MULTIMODAL_FAMILIES}))
+        raise UnsupportedModelError(f"no native class for model type {model_type!r} {ending}; there are classes for {there}")
     module, stem = FAMILIES[model_type]
     return getattr(import_module(module), stem + ending)
 
@@ -52,6 +69,9 @@ class _Registration:
         for auto_class, ending in _HEADS.items():
             for model_type in FAMILIES:
                 self._register(auto_class, native_class(model_type, ending))
+        for auto_class in _MULTIMODAL_HEADS:
+            for model_type in MULTIMODAL_FAMILIES:
+                self._register(auto_class, native_class(model_type, _MULTIMODAL_ENDING))
         _registrations.append(self)
 
     def _register(self, auto_class: Any, cls: Any) -> None:
@@ -79,7 +99,7 @@ class _Registration:
 
 
 def register_auto_models() -> _Registration:
-    """Let AutoModelForCausalLM and AutoModelForSequenceClassification build native classes for every supported type.
+    """Let AutoModelForCausalLM, AutoModelForSequenceClassification and AutoModelForImageTextToText build native classes.
 
     A plain call holds until `unregister_auto_models()`; as a context manager it holds within the block. Calls nest.
     """

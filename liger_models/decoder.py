@@ -18,6 +18,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from liger_models.attention import KeyIntervals
 from liger_models.compat import CACHE, named_cache, takes_cache, update_cache
 from liger_models.layers.attention import eager_attention
 from liger_models.layers.head import head_loss, softcapped
@@ -181,6 +182,8 @@ class LigerDecoderModel(LigerPreTrainedModel):
         caller gave them: looking for document boundaries in them waits for the device."""
         if isinstance(attention_mask, dict):
             return attention_mask
+        if isinstance(attention_mask, KeyIntervals):
+            return dict.fromkeys(self.layer_types, attention_mask)
         plain = attention_mask is None and position_ids is None and cache is None
         return {
             kind: None
@@ -225,13 +228,11 @@ class LigerCausalLMOutput(CausalLMOutputWithPast):
     predicted_tokens: Tensor | None = None
 
 
-class LigerDecoderForCausalLM(LigerPreTrainedModel, GenerationMixin):
-    """A decoder with a language-modelling head. In training the loss is computed without the logits."""
+class LigerLanguageModelHead:
+    """What follows the hidden states of every model with a language-modelling head: logits, loss, or both.
 
-    base_model_prefix = "model"
-    _skip_keys_device_placement: ClassVar[list[str]] = [CACHE]
-    model_class: ClassVar[type[LigerDecoderModel]]
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    In training the loss is computed without the logits. The class that has this one as a base has `lm_head`.
+    """
 
     #: Bytes that the logits of one chunk may take in the fused loss; None for its default.
     loss_memory_budget: int | None = None
@@ -239,6 +240,84 @@ class LigerDecoderForCausalLM(LigerPreTrainedModel, GenerationMixin):
     loss_accumulation_dtype: torch.dtype | None = None
     #: Soft cap of the logits, cap * tanh(logits / cap); None for no cap.
     logit_softcap: float | None = None
+
+    def _head_outputs(
+        self,
+        outputs: Any,
+        *,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+        ignore_index: int = -100,
+        skip_logits: bool | None = None,
+        return_logits: bool | None = None,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> LigerCausalLMOutput:
+        """The head's output for the base model's, with the arguments of LigerDecoderForCausalLM's forward."""
+        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
+        targets = _targets(labels, shift_labels, ignore_index)
+        if targets is not None and targets.shape[1] == outputs.last_hidden_state.shape[1]:
+            targets = keep_positions(targets, logits_to_keep)  # else the caller gave labels for the kept positions only
+        if return_logits is None:
+            return_logits = not (self.training and targets is not None) if skip_logits is None else not skip_logits
+        logits = self._logits(hidden_states) if return_logits else None
+        loss, accuracy, predicted = None, None, None
+        if targets is not None and hasattr(self, "_loss_function"):
+            loss = self._given_loss(hidden_states, logits, labels, shift_labels, num_items_in_batch)
+        elif targets is not None:
+            loss, accuracy, predicted = head_loss(
+                self.lm_head,
+                hidden_states,
+                logits,
+                targets,
+                num_items=num_items_in_batch,
+                ignore_index=ignore_index,
+                softcap=self.logit_softcap,
+                memory_budget=self.loss_memory_budget,
+                accumulation_dtype=self.loss_accumulation_dtype,
+                return_token_accuracy=return_token_accuracy,
+                return_predicted_tokens=return_predicted_tokens,
+            )
+        return LigerCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            token_accuracy=accuracy,
+            predicted_tokens=predicted,
+            **named_cache(outputs.get(CACHE)),
+        )
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        return softcapped(self.lm_head(hidden_states), self.logit_softcap)
+
+    def _given_loss(
+        self,
+        hidden_states: Tensor,
+        logits: Tensor | None,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        num_items_in_batch: int | Tensor | None,
+    ) -> Tensor:
+        """The loss by the function that the user assigned to `model.loss_function`, called as the stock class calls it."""
+        given = {"shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+        return self.loss_function(
+            logits=self._logits(hidden_states) if logits is None else logits,
+            labels=labels,
+            vocab_size=self.config.get_text_config().vocab_size,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+
+
+class LigerDecoderForCausalLM(LigerPreTrainedModel, LigerLanguageModelHead, GenerationMixin):
+    """A decoder with a language-modelling head. In training the loss is computed without the logits."""
+
+    base_model_prefix = "model"
+    _skip_keys_device_placement: ClassVar[list[str]] = [CACHE]
+    model_class: ClassVar[type[LigerDecoderModel]]
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -291,58 +370,17 @@ class LigerDecoderForCausalLM(LigerPreTrainedModel, GenerationMixin):
             **named_cache(cache),
             **kwargs,
         )
-        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
-        targets = _targets(labels, shift_labels, ignore_index)
-        if targets is not None and targets.shape[1] == outputs.last_hidden_state.shape[1]:
-            targets = keep_positions(targets, logits_to_keep)  # else the caller gave labels for the kept positions only
-        if return_logits is None:
-            return_logits = not (self.training and targets is not None) if skip_logits is None else not skip_logits
-        logits = self._logits(hidden_states) if return_logits else None
-        loss, accuracy, predicted = None, None, None
-        if targets is not None and hasattr(self, "_loss_function"):
-            loss = self._given_loss(hidden_states, logits, labels, shift_labels, num_items_in_batch)
-        elif targets is not None:
-            loss, accuracy, predicted = head_loss(
-                self.lm_head,
-                hidden_states,
-                logits,
-                targets,
-                num_items=num_items_in_batch,
-                ignore_index=ignore_index,
-                softcap=self.logit_softcap,
-                memory_budget=self.loss_memory_budget,
-                accumulation_dtype=self.loss_accumulation_dtype,
-                return_token_accuracy=return_token_accuracy,
-                return_predicted_tokens=return_predicted_tokens,
-            )
-        return LigerCausalLMOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            token_accuracy=accuracy,
-            predicted_tokens=predicted,
-            **named_cache(outputs.get(CACHE)),
-        )
-
-    def _logits(self, hidden_states: Tensor) -> Tensor:
-        return softcapped(self.lm_head(hidden_states), self.logit_softcap)
-
-    def _given_loss(
-        self,
-        hidden_states: Tensor,
-        logits: Tensor | None,
-        labels: Tensor | None,
-        shift_labels: Tensor | None,
-        num_items_in_batch: int | Tensor | None,
-    ) -> Tensor:
-        """The loss by the function that the user assigned to `model.loss_function`, called as the stock class calls it."""
-        given = {"shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-        return self.loss_function(
-            logits=self._logits(hidden_states) if logits is None else logits,
+        return self._head_outputs(
+            outputs,
             labels=labels,
-            vocab_size=self.config.vocab_size,
-            **{name: value for name, value in given.items() if value is not None},
+            shift_labels=shift_labels,
+            logits_to_keep=logits_to_keep,
+            num_items_in_batch=num_items_in_batch,
+            ignore_index=ignore_index,
+            skip_logits=skip_logits,
+            return_logits=return_logits,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
         )
 
 

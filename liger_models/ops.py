@@ -28,12 +28,14 @@ from liger_models.kernels.registry import (
 )
 
 if TYPE_CHECKING:
+    from liger_models.kernels.attention import attention
     from liger_models.kernels.cross_entropy import cross_entropy
     from liger_models.kernels.embedding import embedding
     from liger_models.kernels.fused_add_rms_norm import fused_add_rms_norm
     from liger_models.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
     from liger_models.kernels.gated_mlp import gated_mlp
     from liger_models.kernels.geglu import geglu
+    from liger_models.kernels.qk_norm_rope import qk_norm_rope
     from liger_models.kernels.qkv_rope import qkv_rope
     from liger_models.kernels.rms_norm import rms_norm
     from liger_models.kernels.rope import rope

@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, initialization
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import get_model_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
@@ -82,6 +83,11 @@ class LigerPreTrainedModel(PreTrainedModel):
     def __repr__(self) -> str:
         return type(self).__name__ + super().__repr__().removeprefix(self.stock_name)
 
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # transformers leaves out modules without parameters of their own in classes that are not its own, because these may
+        # overwrite what was loaded. `_init_weights` of this package goes by the same flags as transformers' own.
+        super()._initialize_weights(module)
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, PackedLinear):
             initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
@@ -91,6 +97,12 @@ class LigerPreTrainedModel(PreTrainedModel):
             initialization.constant_(module.weight, 1.0 - module.offset)
         else:
             super()._init_weights(module)
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        # Where scaled_dot_product_attention cannot serve, the stock class falls back to products of whole score matrices.
+        if requested_attention is None and not self._supports_sdpa:
+            requested_attention = "liger"
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     # -- loading ----------------------------------------------------------------------------------------------------
 
@@ -153,8 +165,7 @@ class LigerPreTrainedModel(PreTrainedModel):
                 "save_pretrained(distributed_checkpoint=True) would write packed weights: use torch.distributed.checkpoint for "
                 "training state, and save_pretrained(state_dict=full_state_dict) for the stock checkpoint"
             )
-        # Always the family's own mapping: a model loaded from packed keys remembers none.
-        self._weight_conversions = None
+        self._weight_conversions = self._saved_conversions()
         directory = Path(save_directory)
         if directory.is_file():
             raise NotADirectoryError(f"cannot save to {directory}: it is a file, not a directory")
@@ -164,6 +175,21 @@ class LigerPreTrainedModel(PreTrainedModel):
             _name_stock_architecture(stage, self.stock_name)
         if push_to_hub and is_main_process:
             _upload(self, directory, kwargs)
+
+    def _saved_conversions(self) -> list | None:
+        """The conversions to undo: those that loading used, so that a checkpoint keeps its layout as with the stock class, and
+        the family's packing in any case, which a model loaded from packed keys has not used. None (transformers' word for the
+        family's whole mapping) for a model that was not loaded."""
+        used = getattr(self, "_weight_conversions", None)
+        if used is None:
+            return None
+        whole = get_model_conversion_mapping(self, add_legacy=False)
+        known = {(conversion.scope_prefix, *conversion.target_patterns) for conversion in used}
+        return used + [
+            conversion
+            for conversion in whole
+            if isinstance(conversion, WeightConverter) and (conversion.scope_prefix, *conversion.target_patterns) not in known
+        ]
 
     # -- the configuration, and who may not read it -----------------------------------------------------------------
 

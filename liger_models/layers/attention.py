@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from liger_models import ops
 from liger_models.layers.head import softcapped
 from liger_models.layers.linear import PackedLinear, attach_parts, runs_packed
+from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.plain import is_plain
 
 
 class LigerAttention(nn.Module):
@@ -25,7 +27,8 @@ class LigerAttention(nn.Module):
         scaling: factor on q k^T.
         dropout: probability of dropping an attention weight in training.
         bias, output_bias: whether q, k, v and o have biases.
-        query_norm, key_norm: LigerRMSNorm over head_dim of every query and key head before the rotation, or None.
+        query_norm, key_norm: LigerRMSNorm, of equal numbers, over head_dim of every query and key head before the rotation; or
+            None.
         interleaved: rotate pairs of neighbours (see `kernels/rope.py`).
         sliding_window: how many keys up to its own a query attends to. For attention functions that take no mask; the mask
             that the model passes holds it already.
@@ -99,9 +102,14 @@ class LigerAttention(nn.Module):
 
     def _rotated(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [batch, heads, sequence, head_dim] each."""
+        heads = (self.num_heads, self.num_key_value_heads)
         if runs_packed(self, self.qkv_proj) and not self.norms_heads:
+            return ops.qkv_rope(self.qkv_proj(hidden_states), cos, sin, *heads, self.interleaved)
+        if runs_packed(self, self.qkv_proj) and is_plain(self.q_norm, LigerRMSNorm) and is_plain(self.k_norm, LigerRMSNorm):
+            norm = self.q_norm
+            numbers = (norm.eps, norm.offset, norm.scale_in_fp32, self.interleaved)
             qkv = self.qkv_proj(hidden_states)
-            return ops.qkv_rope(qkv, cos, sin, self.num_heads, self.num_key_value_heads, self.interleaved)
+            return ops.qk_norm_rope(qkv, norm.weight, self.k_norm.weight, cos, sin, *heads, *numbers)
         query, key, value = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -121,6 +129,7 @@ def eager_attention(
     scaling: float,
     dropout: float = 0.0,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention by plain matrix products, which also returns its weights: what "eager" names in the stock models.
@@ -130,6 +139,7 @@ def eager_attention(
         key, value: [batch, key-value heads, key length, head_dim].
         attention_mask: added to the scores, broadcastable to [batch, heads, query length, key length], or None.
         softcap: cap of the scores before the mask is added, or None.
+        s_aux: [heads], for each head one more score, without a value (a sink), or None.
 
     Returns:
         [batch, query length, heads, head_dim] and the weights [batch, heads, query length, key length].
@@ -139,6 +149,9 @@ def eager_attention(
     scores = softcapped(torch.matmul(query, key.transpose(2, 3)) * scaling, softcap)
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    if s_aux is not None:
+        sinks = s_aux.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks.to(scores.dtype)), dim=-1)
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights

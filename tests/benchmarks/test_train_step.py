@@ -12,8 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from liger_models.auto import FAMILIES
-
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "train_step.py"
 TINY = {"tiny": "llama", "tiny-qwen3": "qwen3", "tiny-gemma2": "gemma2"}  # shape: family
@@ -131,24 +129,20 @@ def test_wrong_suffixes_are_refused(train_step, text):
         train_step.implementations_of(text)
 
 
-@pytest.mark.parametrize("shape", [shape for shape, family in TINY.items() if family in FAMILIES])
-def test_native_takes_the_steps_of_stock_in_every_family(shape, tmp_path):
-    # eager, because sdpa, the default, cannot run Gemma 2; three layers, so that both kinds of its layers are there
-    arguments = ("--implementations", "stock@eager,native@eager", "--dtype", "fp32", "--layers", "3")
-    stock, native = run(tmp_path / "results.json", *arguments, shape=shape)["rows"]
+@pytest.mark.parametrize("shape", ["tiny-qwen3", "tiny-gemma2"])
+def test_native_takes_the_steps_of_stock_in_other_families(shape, tmp_path):
+    """In rows with an attention of their own: sdpa, the default, cannot run Gemma 2, and says so in its row."""
+    arguments = ("--dtype", "fp32", "--layers", "3")  # three layers, so that both kinds of Gemma 2's are there
+    names = "stock@eager,native@eager" + (",stock" if shape == "tiny-gemma2" else "")
+    stock, native, *default = run(tmp_path / "results.json", "--implementations", names, *arguments, shape=shape)["rows"]
     assert "error" not in native, native["error"]
     assert native["parameters"] == stock["parameters"]
     # fp32: losses near 6 are sums of some 1e3 rounded terms; four AdamW steps at 1e-5 differ by signs of tiny gradients
     assert native["losses"] == pytest.approx(stock["losses"], rel=1e-5)
     assert stock["losses"][-1] < stock["losses"][0]
     assert native["time_over_stock"] == native["step_ms"] / stock["step_ms"]
-
-
-def test_an_attention_of_its_own_holds_for_one_row_only(tmp_path):
-    arguments = ("--implementations", "stock,stock@eager", "--dtype", "fp32")
-    default, eager = run(tmp_path / "results.json", *arguments, shape="tiny-gemma2")["rows"]
-    assert default["error"] == "ValueError: sdpa cannot cap the attention scores of gemma2: name @eager or @flex_attention"
-    assert eager["losses"][-1] < eager["losses"][0]
+    for row in default:
+        assert row["error"] == "ValueError: sdpa cannot cap the attention scores of gemma2: name @eager or @flex_attention"
 
 
 @pytest.mark.parametrize("shape, center", [("tiny", 1.0), ("tiny-qwen3", 1.0), ("tiny-gemma2", 0.0)])

@@ -99,13 +99,13 @@ def report(kernels: dict[str, JITFunction]) -> dict:
     return result
 
 
-def called_by(name: str, kernels: dict[str, JITFunction]) -> list[str]:
-    """The kernels that mention a function by a name that means it in their module: they inline it."""
-    callers = []
+def called_by(name: str, kernels: dict[str, JITFunction]) -> set[str]:
+    """The functions that inline a function, by a name that means it in their module, or inline one that does."""
+    callers = set()
     for other, kernel in kernels.items():
         names = {node.id for node in ast.walk(ast.parse(kernel.src)) if isinstance(node, ast.Name)}
-        if any(kernel.fn.__globals__.get(mentioned) is kernels[name] for mentioned in names):
-            callers.append(other)
+        if other != name and any(kernel.fn.__globals__.get(mentioned) is kernels[name] for mentioned in names):
+            callers |= {other} | called_by(other, kernels)
     return callers
 
 

@@ -103,20 +103,12 @@ def test_resize_token_embeddings(case: Case, size: int, pair):
 
 
 @one_case
-def test_default_attention(case: Case, checkpoint):
-    """The best that computes what the family means; what cannot, is refused (sdpa has no cap of the scores)."""
-    native = case.family.native("causal_lm")
-    assert native.from_pretrained(checkpoint(case)).config._attn_implementation == case.family.attentions[-1]
-    if "sdpa" not in case.family.attentions:
-        for route in (native._from_config, native.from_pretrained):
-            with pytest.raises(ValueError, match="scaled_dot_product_attention"):
-                route(case.configuration() if route == native._from_config else checkpoint(case), attn_implementation="sdpa")
-
-
-@one_case
 def test_attention_implementation_can_be_set_later(case: Case, pair):
     stock, native = pair(case)
     inputs = inputs_of(stock)
+    fused = "sdpa" not in case.family.attentions
+    assert stock.config._attn_implementation == case.family.attentions[-1]
+    assert native.config._attn_implementation == ("liger" if fused else "sdpa")
     for model in (stock, native):
         model.set_attn_implementation("eager")
         assert model.config._attn_implementation == "eager"

@@ -228,11 +228,7 @@ def test_dynamic_cache_is_returned_on_demand(case: Case, build):
 
 @pytest.mark.parametrize("case", MAIN, ids=str)
 def test_one_token_and_one_row(case: Case, pair):
-    """A token that sees only itself attends to itself whatever query and key are: their gradients are rounding, near zero.
-
-    A bias of all keys moves a query's scores alike, but for the rotation: over few tokens its gradient is what is left of a
-    sum that nearly cancels, and has the rounding of the sum's terms, which are of the size of those of the values' bias.
-    """
+    """A token that sees only itself attends to itself whatever query and key are: their gradients are rounding, near zero."""
     stock, native = pair(case)
     names, weights = stock_names(stock), torch.linspace(-1, 1, stock.config.vocab_size)
     for rows, length in ((1, 1), (3, 1), (1, 3)):
@@ -243,7 +239,5 @@ def test_one_token_and_one_row(case: Case, pair):
                 scale = expected[re.sub(r"[qk]_(proj|norm)\.\w+$", "v_proj.weight", name)].norm()
                 assert expected.pop(name).norm() <= FP32 * scale
                 assert actual.pop(name).norm() <= FP32 * scale, name
-        for name in [name for name in expected if name.endswith("k_proj.bias")]:
-            scale = expected[name.replace("k_proj", "v_proj")].norm()
-            assert (actual.pop(name) - expected.pop(name)).norm() <= FP32 * scale, name
-        assert_equal(actual, expected)
+        # A bias on keys that are not rotated moves all scores of a query alike: what is left of its gradient is rounding.
+        assert_equal(actual, expected, tolerance=2 * FP32)

@@ -133,10 +133,10 @@ def _rotate(q, k, cos, sin, interleaved, is_backward):
     return tuple(targets)
 
 
-def token_major(shape, like):
+def token_major(shape, like, dtype=None):
     """An empty [batch, heads, sequence, head_dim] tensor that is contiguous as [batch, sequence, heads, head_dim]."""
     batch, heads, sequence, head_dim = shape
-    return torch.empty(batch, sequence, heads, head_dim, dtype=like.dtype, device=like.device).transpose(1, 2)
+    return torch.empty(batch, sequence, heads, head_dim, dtype=dtype or like.dtype, device=like.device).transpose(1, 2)
 
 
 def move_heads(sources, targets, heads, rows, head_dim, cos, sin, interleaved, is_backward):
@@ -155,7 +155,7 @@ def move_heads(sources, targets, heads, rows, head_dim, cos, sin, interleaved, i
     tiles = [heads_per_tile(count, head_dim) for count in heads]
     launch(
         _rope_kernel, (batch * sequence, sum(triton.cdiv(*pair) for pair in zip(heads, tiles))),
-        cos, sin, *sources, *targets, *_angle_strides(cos), *_angle_strides(sin),
+        cos, sin, *sources, *targets, *angle_strides(cos), *angle_strides(sin),
         *(stride for source in sources for stride in ((0, 0, 0, 0) if source is None else source.stride())), sequence,
         Q_HEADS=heads[0], K_HEADS=heads[1], V_HEADS=heads[2], Q_ROW=rows[0], K_ROW=rows[1], V_ROW=rows[2],
         HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, INTERLEAVED=interleaved, BACKWARD=is_backward,
@@ -164,7 +164,7 @@ def move_heads(sources, targets, heads, rows, head_dim, cos, sin, interleaved, i
     )  # fmt: skip
 
 
-def _angle_strides(angle):
+def angle_strides(angle):
     return angle.stride(0) if angle.shape[0] > 1 else 0, angle.stride(1)
 
 
