@@ -1,4 +1,7 @@
-"""What conversion promises, for every family and configuration: stock checkpoint in, the same stock checkpoint out."""
+"""What conversion promises, for every family and configuration: stock checkpoint in, the same stock checkpoint out.
+
+What the layouts have in common (special values, offload, damaged files) is tested on Llama in the other files of this folder.
+"""
 
 import itertools
 import json
@@ -72,13 +75,15 @@ def test_round_trip(tmp_path, stored, case: Case, dtype):
         assert torch.equal(bits(loaded(**inputs).logits), bits(stock.from_pretrained(source)(**inputs).logits))
 
 
+@pytest.mark.parametrize("head", ["base", "sequence_classification"])
 @every_dtype
 @every_family
-def test_classification(tmp_path, stored, case: Case, dtype):
-    source = stored(case, "sequence_classification", dtype)
-    model = case.family.native("sequence_classification").from_pretrained(source)
+def test_other_heads(tmp_path, stored, case: Case, dtype, head: str):
+    source = stored(case, head, dtype)
+    model = case.family.native(head).from_pretrained(source)
     assert_same_tensors(export(model, tmp_path), read_tensors(source))
     assert json_files(tmp_path) == json_files(source)
+    assert json_files(tmp_path)["config.json"]["architectures"] == [case.family.heads[head]]
 
 
 @every_case
