@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 
 def packed(owner: str, packed_name: str, part_names: Sequence[str]) -> WeightConverter:
@@ -75,8 +76,7 @@ class UnpackRows(ConversionOps):
         **_: Any,
     ) -> dict[str, Tensor]:
         (tensor,) = (_single(value) for value in input_dict.values())
-        module_name = full_layer_name.rpartition(".")[0]  # the packed layer or its first part: both hang on the owner
-        owner = _owner(model, module_name.rpartition(".")[0])
+        owner = _owner(model, full_layer_name)
         layer = getattr(owner, source_patterns[0].rpartition(".")[2])
         if tensor.shape[0] != layer.out_features:
             raise ValueError(
@@ -90,25 +90,19 @@ class UnpackRows(ConversionOps):
         return PackRows()
 
 
-def _owner(model: nn.Module, name: str) -> nn.Module:
-    """The module of a name that may be the one on disk already: transformers before 5.24 renames before it unpacks.
+def _owner(model: nn.Module, key: str) -> nn.Module:
+    """The module on which a packed layer and its parts hang, by the key of either.
 
-    A disk name has other prefixes (`language_model.model.layers.0.self_attn` for `model.language_model.layers.0.self_attn`),
-    so it means the module that shares its ending and most of its words.
+    transformers before 5.24 gives the key on disk (`language_model.model.layers.0.self_attn.q_proj.weight`): it renames before
+    it unpacks. What loading renames then leads back to the model's own names; those it leaves alone.
     """
-    modules = dict(model.named_modules())
-    if name in modules:
-        return modules[name]
-    words = name.split(".")
-
-    def likeness(other: str) -> tuple[int, int]:
-        others = other.split(".")
-        ending = next(
-            (n for n, (a, b) in enumerate(zip(reversed(words), reversed(others))) if a != b), min(len(words), len(others))
-        )
-        return ending, len(set(words) & set(others))
-
-    return modules[max(modules, key=likeness)]
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    for conversion in conversions:
+        if isinstance(conversion, WeightRenaming):
+            key, _ = conversion.rename_source_key(key)
+    return model.get_submodule(key.rpartition(".")[0].rpartition(".")[0])
 
 
 def _single(tensors: Tensor | list[Tensor]) -> Tensor:

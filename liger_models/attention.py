@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import prepare_padding_mask, sdpa_mask
+from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from liger_models import ops
@@ -38,7 +38,8 @@ class KeyIntervals(NamedTuple):
 
     def contiguous(self) -> KeyIntervals:
         """What generate asks of every mask that it has prepared."""
-        return KeyIntervals(*(None if tensor is None else tensor.contiguous() for tensor in self))
+        mask = None if self.key_mask is None else self.key_mask.contiguous()
+        return KeyIntervals(self.first_key.contiguous(), self.last_key.contiguous(), mask)
 
     def additive_mask(self, keys: int, dtype: torch.dtype) -> Tensor:
         """[batch or 1, 1, queries, keys]: 0 for pairs that see each other, the dtype's lowest number for the others."""
@@ -80,9 +81,9 @@ def key_intervals(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
+    q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable | None = None,
+    mask_function: Callable = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
@@ -100,22 +101,21 @@ def key_intervals(
         intervals = KeyIntervals(torch.zeros_like(last) if local_size is None else last - (local_size - 1), last)
     else:
         rows = max(1, _PAIRS // max(1, batch_size * kv_length))
-        pieces = [
-            _read_off(
-                sdpa_mask(
-                    batch_size=batch_size,
-                    q_length=min(rows, q_length - start),
-                    kv_length=kv_length,
-                    q_offset=q_offset + start,
-                    kv_offset=kv_offset,
-                    mask_function=mask_function,
-                    allow_is_causal_skip=False,
-                    use_vmap=use_vmap,
-                    device=device,
-                )
+        masks = (
+            sdpa_mask(
+                batch_size=batch_size,
+                q_length=min(rows, q_length - start),
+                kv_length=kv_length,
+                q_offset=q_offset + start,
+                kv_offset=kv_offset,
+                mask_function=mask_function,
+                allow_is_causal_skip=False,
+                use_vmap=use_vmap,
+                device=device,
             )
             for start in range(0, q_length, rows)
-        ]
+        )
+        pieces = [_read_off(mask) for mask in masks if mask is not None]
         intervals = KeyIntervals(*(torch.cat(bounds, dim=1) for bounds in zip(*pieces)))
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     return intervals if padding is None else _padded(intervals, padding[:, kv_offset : kv_offset + kv_length])

@@ -2,11 +2,13 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any
 
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers import modeling_outputs
+from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
+from transformers.utils import ModelOutput
 from transformers.utils.versions import require_version
 
 require_version("transformers>=5.20.0", "liger_models reads stock checkpoints through loading code that older versions lack.")
@@ -46,3 +48,34 @@ def update_cache(cache: Any, key: Any, value: Any, layer_index: int, context: di
     if CACHE == "cache":
         return cache.update(key, value, layer_index, kwargs=context)
     return cache.update(key, value, layer_index)
+
+
+# What the outputs of a model that sees images say of them: 5.20 the image tokens, 5.24 the tower's whole output.
+if hasattr(modeling_outputs, "MultimodalModelOutput"):
+
+    @dataclass
+    class ImageFields(modeling_outputs.MultimodalModelOutput):
+        """image_outputs: the tower's output, whose `pooler_output` are the image tokens; None without images."""
+
+        image_outputs: BaseModelOutputWithPooling | None = None
+
+        @property
+        def image_hidden_states(self) -> Any:
+            """[images, tokens, hidden], or None: what older versions call the image tokens."""
+            return None if self.image_outputs is None else self.image_outputs.pooler_output
+
+else:
+
+    @dataclass
+    class ImageFields(ModelOutput):  # type: ignore[no-redef]
+        """image_hidden_states: the image tokens [images, tokens, hidden]; None without images."""
+
+        image_hidden_states: Any = None
+
+
+IMAGE_FIELD = fields(ImageFields)[0].name
+
+
+def image_fields(images: BaseModelOutputWithPooling | None, features: Any) -> dict[str, Any]:
+    """What `ImageFields` takes, for the tower's output and its image tokens in the text model's dtype."""
+    return {IMAGE_FIELD: images if IMAGE_FIELD == "image_outputs" else features}

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from liger_models.kernels.embedding import embedding
     from liger_models.kernels.fused_add_rms_norm import fused_add_rms_norm
     from liger_models.kernels.fused_linear_cross_entropy import fused_linear_cross_entropy
+    from liger_models.kernels.fused_moe import fused_moe
     from liger_models.kernels.gated_mlp import gated_mlp
     from liger_models.kernels.geglu import geglu
     from liger_models.kernels.qk_norm_rope import qk_norm_rope

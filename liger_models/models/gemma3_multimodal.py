@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple, torch_compilable_check
 
-from liger_models.compat import CACHE, named_cache, takes_cache
+from liger_models.compat import CACHE, IMAGE_FIELD, ImageFields, image_fields, named_cache, takes_cache
 from liger_models.conversions.gemma3_multimodal import HEAD_MAPPING, MAPPING
 from liger_models.decoder import LigerCausalLMOutput, LigerLanguageModelHead
 from liger_models.layers.norm import LigerRMSNorm
@@ -52,17 +52,13 @@ class LigerGemma3Projector(nn.Module):
 
 
 @dataclass
-class LigerMultimodalModelOutput(BaseModelOutputWithPast):
-    """Attributes as in the text model's output, and `image_hidden_states`: [images, tokens, hidden], or None."""
-
-    image_hidden_states: Tensor | None = None
+class LigerMultimodalModelOutput(ImageFields, BaseModelOutputWithPast):
+    """Attributes as in the text model's output, and those of the images that the installed stock class returns."""
 
 
 @dataclass
-class LigerMultimodalCausalLMOutput(LigerCausalLMOutput):
-    """Attributes as in the text model's output, and `image_hidden_states`: [images, tokens, hidden], or None."""
-
-    image_hidden_states: Tensor | None = None
+class LigerMultimodalCausalLMOutput(ImageFields, LigerCausalLMOutput):
+    """Attributes as in the text model's output, and those of the images that the installed stock class returns."""
 
 
 class LigerGemma3MultimodalModel(LigerPreTrainedModel):
@@ -72,8 +68,9 @@ class LigerGemma3MultimodalModel(LigerPreTrainedModel):
     stock_name = "Gemma3Model"
     checkpoint_mapping = MAPPING
     base_model_prefix = "model"
-    unused_keys = frozenset({"lm_head.weight"})
+    unused_keys = frozenset({"lm_head.weight", "language_model.lm_head.weight"})  # the head, in either layout
     input_modalities = ("image", "text")
+    accepts_loss_kwargs = False  # as the stock class tells the Trainer
     _supports_flash_attn = False  # it has no mask in which the tokens of an image see each other
     _skip_keys_device_placement: ClassVar[list[str]] = [CACHE]
     _no_split_modules: ClassVar[list[str]] = ["LigerGemma3Block", "LigerSiglipBlock"]
@@ -90,6 +87,8 @@ class LigerGemma3MultimodalModel(LigerPreTrainedModel):
             eps=vision.layer_norm_eps,
         )
         self.language_model = LigerGemma3Model(text)
+        # The stock class makes the text model's masks itself, and those do not go by use_bidirectional_attention.
+        self.language_model.mask_options = {}
         self.vocab_size = text.vocab_size
         self.post_init()
 
@@ -182,7 +181,7 @@ class LigerGemma3MultimodalModel(LigerPreTrainedModel):
             **named_cache(cache),
             **kwargs,
         )
-        return LigerMultimodalModelOutput(**outputs, image_hidden_states=features)
+        return LigerMultimodalModelOutput(**outputs, **image_fields(images, features))
 
     def _within_vocabulary(self, input_ids: Tensor) -> Tensor:
         token = self.config.image_token_id
@@ -313,7 +312,7 @@ class LigerGemma3ForConditionalGeneration(LigerPreTrainedModel, LigerLanguageMod
             return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
         )
-        return LigerMultimodalCausalLMOutput(**head, image_hidden_states=outputs.image_hidden_states)
+        return LigerMultimodalCausalLMOutput(**head, **{IMAGE_FIELD: outputs.get(IMAGE_FIELD)})
 
     def prepare_inputs_for_generation(self, input_ids, use_cache=True, is_first_iteration=False, **kwargs):
         """transformers' own, with token types in the first step only: later tokens belong to no image."""

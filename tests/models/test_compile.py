@@ -6,6 +6,8 @@ import torch._dynamo.testing
 from models.comparison import FP32, assert_equal, error, inputs_of, results, stock_names
 from models.families import ONE_PER_FAMILY, Case
 
+from liger_models.layers.embedding import LigerEmbedding
+
 one_case = pytest.mark.parametrize("case", ONE_PER_FAMILY, ids=str)
 
 
@@ -42,6 +44,16 @@ def test_inductor(case: Case, pair):
     names, inputs = stock_names(stock), inputs_of(stock)
     actual = results(_compiled(native.train(), "inductor"), names, **inputs)
     assert_equal(actual, results(stock, names, **inputs), without=("logits",))
+
+
+def test_the_embeddings_scale_is_rounded_when_compiled_too():
+    """59.87 is 59.75 in bf16: unrounded, the whole model sees other inputs."""
+    embedding = LigerEmbedding(11, 16, scale=3584**0.5).bfloat16()
+    tokens = torch.arange(11)
+    with torch.no_grad():
+        expected = embedding.weight.float() * torch.tensor(3584**0.5).bfloat16().float()
+        assert torch.equal(embedding(tokens), expected.bfloat16())
+        assert torch.equal(torch.compile(embedding, backend="inductor")(tokens), expected.bfloat16())
 
 
 @one_case

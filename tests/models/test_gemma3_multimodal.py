@@ -13,6 +13,8 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3Model,
+    Trainer,
+    TrainingArguments,
 )
 
 import liger_models
@@ -138,8 +140,9 @@ def test_attention_functions(attention: str, models, folders):
 
 
 @both_modes
-def test_left_padding(training: bool, models):
-    stock, native = models(training)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_left_padding(attention: str, training: bool, models):
+    stock, native = models(training, attn_implementation=attention)
     names, inputs = stock_names(stock), inputs_of(IMAGES["two, one"])
     mask = torch.ones_like(inputs["input_ids"])
     mask[1, :4] = 0
@@ -169,6 +172,35 @@ def test_image_features(models):
     given = {name: tensor for name, tensor in inputs.items() if name != "pixel_values"}
     again = native(**given, mm_encoder_outputs={"image": actual})
     assert torch.equal(again.logits, native(**inputs).logits)
+
+
+@pytest.mark.parametrize("placement", ["two, one", "none"])
+def test_outputs_have_the_fields_of_the_installed_stock_class(placement: str, models):
+    stock, native = models()
+    inputs = inputs_of(IMAGES[placement])
+    assert list(native(**inputs).keys()) == list(stock(**inputs).keys())
+    expected, actual = (model(**inputs, use_cache=False, return_dict=False) for model in (stock, native))
+    assert [type(value) for value in actual] == [type(value) for value in expected]
+    inputs.pop("labels")
+    assert list(native.model(**inputs).keys()) == list(stock.model(**inputs).keys())
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("typed", [True, False], ids=["token types", "no token types"])
+def test_bidirectional_text_model(typed: bool, attention: str, models):
+    """The stock class's masks are causal between text tokens whatever its text configuration says."""
+    stock, native = models(made={"use_bidirectional_attention": True}.items(), attn_implementation=attention)
+    inputs = inputs_of(IMAGES["two, one"])
+    if not typed:
+        inputs.pop("token_type_ids")
+    assert error(native(**inputs).logits, stock(**inputs).logits) <= FP32
+
+
+def test_compiles_without_a_graph_break(models):
+    native = models(True)[1]
+    inputs = inputs_of(IMAGES["two, one"])
+    compiled = torch.compile(native, backend="eager", fullgraph=True)
+    assert error(compiled(**inputs).loss, native(**inputs).loss) <= FP32
 
 
 @both_modes
@@ -245,7 +277,9 @@ def test_gradient_checkpointing(reentrant: bool, models):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 3}], ids=str
+    "options",
+    [{}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 3}, {"prefill_chunk_size": 5}],
+    ids=str,
 )
 @pytest.mark.parametrize("placement", ["one", "two, one"])
 def test_generation(placement: str, options: dict, models):
@@ -312,6 +346,26 @@ def test_both_layouts_and_round_trip(tied: bool, tmp_path):
     assert torch.equal(loaded.eval()(**inputs).logits, model.eval()(**inputs).logits)
 
 
+@pytest.mark.parametrize("base", [False, True], ids=["with head", "base"])
+def test_layout_of_the_published_checkpoints(base: bool, folders, tmp_path):
+    """There the tower's keys have a prefix more than those that save_pretrained of a new model writes, and the tied head may be
+    written out. The native model reads the same values and writes what the stock model writes."""
+    tensors = {key.replace("vision_tower.", "vision_tower.vision_model.", 1): t for key, t in read_tensors(folders()).items()}
+    assert "vision_tower.vision_model.post_layernorm.weight" in tensors
+    tensors["language_model.lm_head.weight"] = tensors["language_model.model.embed_tokens.weight"].clone()
+    (tmp_path / "config.json").write_text((folders() / "config.json").read_text())
+    write_tensors(tmp_path, tensors)
+    classes = (Gemma3ForConditionalGeneration, LigerGemma3ForConditionalGeneration)
+    if base:
+        classes = (Gemma3Model, LigerGemma3MultimodalModel)
+    stock, native = (cls.from_pretrained(tmp_path).eval() for cls in classes)
+    expected = export(stock, tmp_path / "stock")
+    assert "vision_tower.vision_model.post_layernorm.weight" in expected
+    assert_same_tensors(export(native, tmp_path / "native"), expected)
+    own = classes[1].from_pretrained(folders()).state_dict()
+    assert_same_tensors(native.state_dict(), own)
+
+
 def test_base_model(folders, tmp_path):
     stock, native = (cls.from_pretrained(folders()).eval() for cls in (Gemma3Model, LigerGemma3MultimodalModel))
     inputs = inputs_of(IMAGES["two, one"])
@@ -367,6 +421,44 @@ def test_a_new_model_has_the_stock_distribution():
             assert abs(own.std().item() / parameter.std().item() - 1) < allowed, name
         else:
             torch.testing.assert_close(own.mean(), parameter.mean(), rtol=0, atol=1e-5, msg=name)
+
+
+def test_trainer_gives_the_stock_losses(models, tmp_path):
+    """Of gradient accumulation over batches with unequal numbers of labels: the Trainer sends num_items_in_batch to both."""
+    losses, accepted = [], []
+    rows = []
+    for seed, placement in enumerate(((2, 9), (5,), (3,), (1, 11))):
+        inputs = inputs_of((placement,), seed=seed)
+        inputs["labels"][:, : 4 * seed] = -100
+        rows.append({name: tensor if name == "pixel_values" else tensor[0] for name, tensor in inputs.items()})
+
+    def collate(batch):
+        stacked = {name: torch.stack([row[name] for row in batch]) for name in batch[0] if name != "pixel_values"}
+        return {**stacked, "pixel_values": torch.cat([row["pixel_values"] for row in batch])}
+
+    for model in models(True):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            learning_rate=0.01,
+            optim="sgd",
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            dataloader_pin_memory=False,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model, arguments, train_dataset=rows, data_collator=collate)
+        trainer.train()
+        accepted.append(trainer.model_accepts_loss_kwargs)
+        losses.append(torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
+    assert accepted[1] == accepted[0]
+    assert len(losses[0]) == 3 and losses[0].unique().numel() == 3
+    # The log may round to four digits, a unit of 1e-4.
+    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1.5e-4)
 
 
 def test_processor_keys_pass_through(models):

