@@ -35,7 +35,11 @@ class PackRows(ConversionOps):
         model: nn.Module,
         **_: Any,
     ) -> dict[str, Tensor]:
-        """Concatenate the parts. Raises ValueError naming the stock key of a part that is absent or has a wrong shape."""
+        """Concatenate the parts.
+
+        Raises:
+            ValueError: a part is absent or has a wrong shape, or the packed tensor is there too. Names the stock key.
+        """
         module_name, _, kind = full_layer_name.rpartition(".")
         owner_name = module_name.rpartition(".")[0]
         layer = model.get_submodule(module_name)
@@ -49,6 +53,9 @@ class PackRows(ConversionOps):
             if tuple(tensor.shape) != expected:
                 raise ValueError(f"size mismatch for {key}: {tuple(tensor.shape)} in the checkpoint, {expected} in the model")
             tensors.append(tensor)
+        if input_dict:
+            parts = ", ".join(layer.part_names)
+            raise ValueError(f"unexpected key {full_layer_name}: the checkpoint has its parts too ({parts})")
         return {target_patterns[0]: torch.cat(tensors)}
 
     @property

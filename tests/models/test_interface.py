@@ -116,6 +116,17 @@ def test_attention_implementation_can_be_set_later(case: Case, pair):
     assert_equal(results(native, **inputs, output_attentions=True), expected)
 
 
+@pytest.mark.parametrize("case", [case for case in ONE_PER_FAMILY if "sdpa" not in case.family.attentions], ids=str)
+def test_attention_that_leaves_something_out_is_refused(case: Case, checkpoint):
+    """scaled_dot_product_attention has no cap of the scores: transformers 5.20 runs it all the same."""
+    native = case.family.native("causal_lm")
+    for route, source in ((native._from_config, case.configuration()), (native.from_pretrained, checkpoint(case))):
+        with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+            route(source, attn_implementation="sdpa")
+    with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+        native.from_pretrained(checkpoint(case)).set_attn_implementation("sdpa")
+
+
 @one_case
 def test_moved_between_dtypes(case: Case, pair, build):
     """`.to(bfloat16)` and `.double()` after loading give what the stock class gives, rope included."""
