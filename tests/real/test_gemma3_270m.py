@@ -62,20 +62,29 @@ def test_logits_on_real_text(models, tokens):
 
 
 def test_loss_and_gradients(models, tokens):
-    found = []
-    for model in models:
-        model.zero_grad()
-        loss = model.train()(input_ids=tokens[:, :600], labels=tokens[:, :600]).loss
-        loss.backward()
-        layer = model.model.layers[5]
-        qkv = getattr(layer.self_attn, "qkv_proj", None)
-        query = layer.self_attn.q_proj.weight.grad if qkv is None else qkv.weight.grad[: layer.self_attn.q_proj.out_features]
-        gradients = (query, layer.input_layernorm.weight.grad, layer.self_attn.q_norm.weight.grad, model.lm_head.weight.grad)
-        found.append([loss.detach(), *(gradient.clone() for gradient in gradients)])
-        model.zero_grad()
-        model.eval()
-    for expected, actual in zip(*found):
-        assert difference(actual, expected) <= 4 * TOLERANCE  # the backward as long again, through norms of small inputs
+    """Rounding grows on the way back through real weights: the native class is as near to the stock class as the stock class
+    on sdpa is to itself on eager, within a factor of two."""
+    stock, native = models
+    runs = []
+    for model, attention in ((stock, "eager"), (stock, "sdpa"), (native, "sdpa")):
+        model.set_attn_implementation(attention)
+        runs.append(_loss_and_gradients(model, tokens[:, :600]))
+    for eager, expected, actual in zip(*runs):
+        assert difference(actual, expected) <= 2 * difference(eager, expected) + TOLERANCE
+
+
+def _loss_and_gradients(model, tokens) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = model.train()(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    attention = model.model.layers[5].self_attn
+    packed = getattr(attention, "qkv_proj", None)
+    query = attention.q_proj.weight.grad if packed is None else packed.weight.grad[: attention.q_proj.out_features]
+    found = [loss.detach(), query, attention.q_norm.weight.grad, model.model.norm.weight.grad, model.lm_head.weight.grad]
+    found = [tensor.clone() for tensor in found]
+    model.zero_grad()
+    model.eval()
+    return found
 
 
 def test_generated_text_agrees_token_by_token(models, tokenizer):
