@@ -44,6 +44,8 @@ class LigerPreTrainedModel(PreTrainedModel):
         checkpoint_mapping: the family's weight mapping (on the base model's class; heads inherit it).
         new_keys: parameters that a checkpoint may lack because they belong to a new head.
         unused_keys: keys that a checkpoint may have because they belong to another head.
+        model_class: of a head, the class of its base model, from which it has its configuration class, the modules that are
+            not split over devices, and whether scaled_dot_product_attention can serve.
     """
 
     stock_name: ClassVar[str]
@@ -59,6 +61,10 @@ class LigerPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
 
     def __init_subclass__(cls, **kwargs):
+        base = cls.__dict__.get("model_class")
+        if base is not None:
+            cls.config_class, cls._no_split_modules = base.config_class, base._no_split_modules
+            cls._supports_sdpa = base._supports_sdpa
         super().__init_subclass__(**kwargs)
         # transformers looks the mapping up by class name. Subclasses have other names, also the class that FSDP2 makes.
         if cls.checkpoint_mapping is not None:

@@ -83,16 +83,12 @@ class LigerGemmaModel(LigerDecoderModel):
 class LigerGemmaForCausalLM(LigerDecoderForCausalLM):
     """Gemma with its language-modelling head. Reads and writes GemmaForCausalLM checkpoints."""
 
-    config_class = GemmaConfig
     stock_name = "GemmaForCausalLM"
     model_class = LigerGemmaModel
-    _no_split_modules = LigerGemmaModel._no_split_modules
 
 
 class LigerGemmaForSequenceClassification(LigerDecoderForSequenceClassification):
     """Gemma with a classification head. Reads and writes GemmaForSequenceClassification checkpoints."""
 
-    config_class = GemmaConfig
     stock_name = "GemmaForSequenceClassification"
     model_class = LigerGemmaModel
-    _no_split_modules = LigerGemmaModel._no_split_modules

@@ -90,11 +90,8 @@ class LigerGemma2Model(LigerDecoderModel):
 class LigerGemma2ForCausalLM(LigerDecoderForCausalLM):
     """Gemma 2 with its language-modelling head. Reads and writes Gemma2ForCausalLM checkpoints."""
 
-    config_class = Gemma2Config
     stock_name = "Gemma2ForCausalLM"
     model_class = LigerGemma2Model
-    _no_split_modules = LigerGemma2Model._no_split_modules
-    _supports_sdpa = False
 
     def __init__(self, config: Gemma2Config):
         super().__init__(config)
@@ -104,8 +101,5 @@ class LigerGemma2ForCausalLM(LigerDecoderForCausalLM):
 class LigerGemma2ForSequenceClassification(LigerDecoderForSequenceClassification):
     """Gemma 2 with a classification head. Reads and writes Gemma2ForSequenceClassification checkpoints."""
 
-    config_class = Gemma2Config
     stock_name = "Gemma2ForSequenceClassification"
     model_class = LigerGemma2Model
-    _no_split_modules = LigerGemma2Model._no_split_modules
-    _supports_sdpa = False

@@ -119,10 +119,8 @@ def _both_ways(window: int) -> Callable:
 class LigerGemma3ForCausalLM(LigerDecoderForCausalLM):
     """Gemma 3 text with its language-modelling head. Reads and writes Gemma3ForCausalLM checkpoints."""
 
-    config_class = Gemma3TextConfig
     stock_name = "Gemma3ForCausalLM"
     model_class = LigerGemma3Model
-    _no_split_modules = LigerGemma3Model._no_split_modules
 
     def __init__(self, config: Gemma3TextConfig):
         super().__init__(config)
@@ -132,7 +130,5 @@ class LigerGemma3ForCausalLM(LigerDecoderForCausalLM):
 class LigerGemma3ForSequenceClassification(LigerDecoderForSequenceClassification):
     """Gemma 3 text with a classification head. Reads and writes Gemma3TextForSequenceClassification checkpoints."""
 
-    config_class = Gemma3TextConfig
     stock_name = "Gemma3TextForSequenceClassification"
     model_class = LigerGemma3Model
-    _no_split_modules = LigerGemma3Model._no_split_modules

@@ -78,16 +78,12 @@ class LigerGlmModel(LigerDecoderModel):
 class LigerGlmForCausalLM(LigerDecoderForCausalLM):
     """GLM with its language-modelling head. Reads and writes GlmForCausalLM checkpoints."""
 
-    config_class = GlmConfig
     stock_name = "GlmForCausalLM"
     model_class = LigerGlmModel
-    _no_split_modules = LigerGlmModel._no_split_modules
 
 
 class LigerGlmForSequenceClassification(LigerDecoderForSequenceClassification):
     """GLM with a classification head. Reads and writes GlmForSequenceClassification checkpoints."""
 
-    config_class = GlmConfig
     stock_name = "GlmForSequenceClassification"
     model_class = LigerGlmModel
-    _no_split_modules = LigerGlmModel._no_split_modules

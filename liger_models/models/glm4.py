@@ -81,16 +81,12 @@ class LigerGlm4Model(LigerDecoderModel):
 class LigerGlm4ForCausalLM(LigerDecoderForCausalLM):
     """GLM-4 with its language-modelling head. Reads and writes Glm4ForCausalLM checkpoints."""
 
-    config_class = Glm4Config
     stock_name = "Glm4ForCausalLM"
     model_class = LigerGlm4Model
-    _no_split_modules = LigerGlm4Model._no_split_modules
 
 
 class LigerGlm4ForSequenceClassification(LigerDecoderForSequenceClassification):
     """GLM-4 with a classification head. Reads and writes Glm4ForSequenceClassification checkpoints."""
 
-    config_class = Glm4Config
     stock_name = "Glm4ForSequenceClassification"
     model_class = LigerGlm4Model
-    _no_split_modules = LigerGlm4Model._no_split_modules

@@ -78,16 +78,12 @@ class LigerLlamaModel(LigerDecoderModel):
 class LigerLlamaForCausalLM(LigerDecoderForCausalLM):
     """Llama with its language-modelling head. Reads and writes LlamaForCausalLM checkpoints."""
 
-    config_class = LlamaConfig
     stock_name = "LlamaForCausalLM"
     model_class = LigerLlamaModel
-    _no_split_modules = LigerLlamaModel._no_split_modules
 
 
 class LigerLlamaForSequenceClassification(LigerDecoderForSequenceClassification):
     """Llama with a classification head. Reads and writes LlamaForSequenceClassification checkpoints."""
 
-    config_class = LlamaConfig
     stock_name = "LlamaForSequenceClassification"
     model_class = LigerLlamaModel
-    _no_split_modules = LigerLlamaModel._no_split_modules

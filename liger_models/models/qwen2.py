@@ -79,16 +79,12 @@ class LigerQwen2Model(LigerDecoderModel):
 class LigerQwen2ForCausalLM(LigerDecoderForCausalLM):
     """Qwen2 with its language-modelling head. Reads and writes Qwen2ForCausalLM checkpoints."""
 
-    config_class = Qwen2Config
     stock_name = "Qwen2ForCausalLM"
     model_class = LigerQwen2Model
-    _no_split_modules = LigerQwen2Model._no_split_modules
 
 
 class LigerQwen2ForSequenceClassification(LigerDecoderForSequenceClassification):
     """Qwen2 with a classification head. Reads and writes Qwen2ForSequenceClassification checkpoints."""
 
-    config_class = Qwen2Config
     stock_name = "Qwen2ForSequenceClassification"
     model_class = LigerQwen2Model
-    _no_split_modules = LigerQwen2Model._no_split_modules

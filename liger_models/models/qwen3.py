@@ -81,16 +81,12 @@ class LigerQwen3Model(LigerDecoderModel):
 class LigerQwen3ForCausalLM(LigerDecoderForCausalLM):
     """Qwen3 with its language-modelling head. Reads and writes Qwen3ForCausalLM checkpoints."""
 
-    config_class = Qwen3Config
     stock_name = "Qwen3ForCausalLM"
     model_class = LigerQwen3Model
-    _no_split_modules = LigerQwen3Model._no_split_modules
 
 
 class LigerQwen3ForSequenceClassification(LigerDecoderForSequenceClassification):
     """Qwen3 with a classification head. Reads and writes Qwen3ForSequenceClassification checkpoints."""
 
-    config_class = Qwen3Config
     stock_name = "Qwen3ForSequenceClassification"
     model_class = LigerQwen3Model
-    _no_split_modules = LigerQwen3Model._no_split_modules
