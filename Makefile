@@ -36,7 +36,7 @@ test: lint $(INSTALLED_OLDEST) ## lint, types and every test that needs neither 
 
 test-oldest: $(INSTALLED_OLDEST) ## the model and conversion tests under the oldest supported transformers
 	@echo "transformers $(OLDEST_TRANSFORMERS), the oldest supported version:"
-	PYTHONPATH=$(OLDEST) $(PYTEST) tests/models tests/conversions -m "not gpu and not real" $(PARALLEL)
+	LIGER_TEST_CASES=main PYTHONPATH=$(OLDEST) $(PYTEST) tests/models tests/conversions -m "not gpu and not real" $(PARALLEL)
 
 test-gpu: ## the tests that need a GPU, with $PYTHON's own packages
 	$(PYTHON) -m pytest -m gpu

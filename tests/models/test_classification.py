@@ -3,10 +3,10 @@
 import pytest
 import torch
 from models.comparison import FP32, assert_equal, cache_name, error, inputs_of, results, stock_names
-from models.families import MAIN, ONE_PER_FAMILY, Case
+from models.families import HEADS, ONE_PER_HEAD, Case
 
-main_cases = pytest.mark.parametrize("case", MAIN, ids=str)
-one_case = pytest.mark.parametrize("case", ONE_PER_FAMILY, ids=str)
+main_cases = pytest.mark.parametrize("case", HEADS, ids=str)
+one_case = pytest.mark.parametrize("case", ONE_PER_HEAD, ids=str)
 HEAD = "sequence_classification"
 
 _PROBLEMS = {

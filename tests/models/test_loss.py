@@ -3,12 +3,12 @@
 import pytest
 import torch
 from models.comparison import FP32, assert_equal, error, inputs_of, results, stock_gradients, stock_names
-from models.families import MAIN, ONE_PER_FAMILY, Case
+from models.families import HEADS, ONE_PER_HEAD, Case
 from torch import nn
 
 both_modes = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-main_cases = pytest.mark.parametrize("case", MAIN, ids=str)
-one_case = pytest.mark.parametrize("case", ONE_PER_FAMILY, ids=str)
+main_cases = pytest.mark.parametrize("case", HEADS, ids=str)
+one_case = pytest.mark.parametrize("case", ONE_PER_HEAD, ids=str)
 
 
 @main_cases
