@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from environment import add_output_arguments, describe, environment, markdown_table
+from environment import add_output_arguments, describe, environment, markdown_table, recorded, write_report
 
 PEAK_FLOPS = 786e12  # bf16 matrix product 8192 x 8192 x 8192 measured on an H200: the base of the utilisation
 GIB = 2**30
@@ -123,7 +123,7 @@ def main() -> None:
         return
     report = {
         "environment": environment(options.device, options.commit),
-        "options": {key: value for key, value in vars(options).items() if not key.startswith("worker")},
+        "options": recorded(options),
         "model_flops_per_step": step_flops(config_of(options.shape, options.layers), options.batch, options.length),
         "rows": [],
     }
@@ -133,7 +133,7 @@ def main() -> None:
         print(f"-- {implementation}", flush=True)
         report["rows"].append(run_worker(implementation, options))
         compare(report)
-        write(report, Path(options.output))  # after each row: what is measured stays if the rest is cut off
+        write_report(report, options.output, markdown(report))  # after each row: what is measured stays if the rest is cut off
     print(markdown(report))
 
 
@@ -232,12 +232,6 @@ def over_best(row: dict, baselines: list[dict], figure: str) -> float | None:
     if row[figure] is None or not baselines:
         return None
     return row[figure] / min(baseline[figure] for baseline in baselines)
-
-
-def write(report: dict, output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=1) + "\n")
-    output.with_suffix(".md").write_text(markdown(report) + "\n")
 
 
 def markdown(report: dict) -> str:

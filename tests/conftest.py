@@ -101,3 +101,10 @@ def device(request, monkeypatch) -> str:
     elif not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return request.param
+
+
+@pytest.fixture
+def cuda() -> None:
+    """For tests that run on a CUDA device only (marked `gpu`)."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")

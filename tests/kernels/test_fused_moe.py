@@ -400,12 +400,6 @@ def test_compiled(device, compiler, frozen):
 # On a GPU
 
 
-@pytest.fixture
-def cuda():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-
-
 REAL = {
     "gpt-oss": ({"tokens": 512, "top_k": 4, "experts": 32, "hidden": 2880, "intermediate": 2880}, GPT_OSS),
     "qwen3": ({"tokens": 512, "top_k": 8, "experts": 128, "hidden": 2048, "intermediate": 768, "bias": False}, {}),
