@@ -20,8 +20,9 @@ ALLOWED = {
     "package": {"ops", "losses", "auto", "models", "layers", "conversions", "compat"},  # only names for type checkers
     "cli": {"package", "auto", "conversions", "models"},
     "auto": {"models", "compat"},
-    "models": {"decoder", "pretrained", "layers", "losses", "conversions", "compat"},
+    "models": {"decoder", "moe", "pretrained", "layers", "losses", "conversions", "compat"},
     "decoder": {"pretrained", "attention", "layers", "compat"},
+    "moe": {"decoder", "layers", "compat"},  # what decoders with routed experts share
     "attention": {"layers", "ops"},  # what transformers' attention interface calls "liger"
     "pretrained": {"layers"},  # loading and saving, which models that are not decoders share too
     "layers": {"ops"},

@@ -34,6 +34,7 @@ class LigerAttention(nn.Module):
             that the model passes holds it already.
         softcap: cap of the scores, cap * tanh(scores / cap), or None.
         is_causal: whether an attention function that gets no mask has to be causal.
+        sinks: whether each query head has a learned score without a value, which takes its share of the softmax.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class LigerAttention(nn.Module):
         sliding_window: int | None = None,
         softcap: float | None = None,
         is_causal: bool = True,
+        sinks: bool = False,
     ):
         super().__init__()
         self.layer_idx, self.num_key_value_groups = layer_index, num_heads // num_key_value_heads  # names of the interface
@@ -65,6 +67,7 @@ class LigerAttention(nn.Module):
         attach_parts(self, "qkv_proj")
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias)
         self.q_norm, self.k_norm = query_norm, key_norm
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
 
     def forward(
         self,
@@ -84,6 +87,8 @@ class LigerAttention(nn.Module):
         query, key, value = self._rotated(hidden_states, *position_embeddings)
         if cache is not None and update_cache is not None:
             key, value = update_cache(cache, key, value, self.layer_idx, context)
+        if self.sinks is not None:
+            context["s_aux"] = self.sinks  # the interface's name
         attended, weights = attention_function(
             self,
             query,

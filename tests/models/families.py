@@ -96,6 +96,8 @@ GEMMA3 = _family(
     base="Gemma3TextModel",
     sequence_classification="Gemma3TextForSequenceClassification",
 )
+QWEN3_MOE = _family("qwen3_moe", "Qwen3Moe")
+GPT_OSS = _family("gpt_oss", "GptOss", attentions=("eager",))  # sdpa has no sinks
 GLM = _family("glm", "Glm")
 GLM4 = _family("glm4", "Glm4")
 
@@ -230,6 +232,44 @@ _GLM_CASES: dict[str, dict] = {
 _GLM_MAIN = ("half",)
 _GLM4_CASES = {name: options for name, options in _GLM_CASES.items() if name != "relu"}
 
+_QWEN3_MOE = dict(moe_intermediate_size=20, num_experts=5, num_experts_per_tok=2)
+_QWEN3_MOE_CASES: dict[str, dict] = {
+    "3": dict(norm_topk_prob=True, head_dim=12),
+    "dense-blocks": dict(num_hidden_layers=3, mlp_only_layers=[0], decoder_sparse_step=2),
+    "windows": dict(use_sliding_window=True, sliding_window=5, norm_topk_prob=True),
+    "bias": dict(attention_bias=True, tie_word_embeddings=True),
+    "all-experts": dict(num_experts=3, num_experts_per_tok=3),
+    "odd": dict(vocab_size=97, hidden_size=42, head_dim=14, num_attention_heads=3, num_key_value_heads=3, num_experts=7),
+}
+_QWEN3_MOE_MAIN = ("3",)
+
+# Equal hidden and intermediate sizes: a weight that is the wrong way round has the right shape.
+_GPT_OSS = dict(
+    intermediate_size=32,
+    num_local_experts=5,
+    num_experts_per_tok=2,
+    sliding_window=5,
+    head_dim=16,
+    rope_parameters={
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
+)
+_GPT_OSS_CASES: dict[str, dict] = {
+    "20b": dict(),
+    "clamped": dict(swiglu_alpha=1.2, swiglu_limit=0.4, num_hidden_layers=3),
+    "no-bias": dict(attention_bias=False, tie_word_embeddings=True),
+    "full-only": dict(layer_types=["full_attention", "full_attention"], num_key_value_heads=4),
+    "odd": dict(vocab_size=97, hidden_size=42, intermediate_size=44, num_attention_heads=3, num_key_value_heads=1, head_dim=14),
+    "one-expert": dict(num_local_experts=4, num_experts_per_tok=1),
+}
+_GPT_OSS_MAIN = ("20b",)
+
 CASES: list[Case] = [
     Case(family, name, {**_TINY, **common, **options}, name in main)
     for family, common, cases, main in [
@@ -239,6 +279,8 @@ CASES: list[Case] = [
         (GEMMA, _GEMMA, _GEMMA_CASES, _GEMMA_MAIN),
         (GEMMA2, _GEMMA2, _GEMMA2_CASES, _GEMMA2_MAIN),
         (GEMMA3, _GEMMA3, _GEMMA3_CASES, _GEMMA3_MAIN),
+        (QWEN3_MOE, _QWEN3_MOE, _QWEN3_MOE_CASES, _QWEN3_MOE_MAIN),
+        (GPT_OSS, _GPT_OSS, _GPT_OSS_CASES, _GPT_OSS_MAIN),
         (GLM, _GLM, _GLM_CASES, _GLM_MAIN),
         (GLM4, _GLM, _GLM4_CASES, _GLM_MAIN),
     ]
