@@ -8,6 +8,7 @@ this folder says what is measured.
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -23,11 +24,15 @@ from typing import NamedTuple
 
 from environment import add_output_arguments, describe, environment, markdown_table, recorded, write_report
 
+# Liger-Kernel tunes its expert kernels in the first step, for minutes; read when it is imported.
+os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
+
 PEAK_FLOPS = 786e12  # bf16 matrix product 8192 x 8192 x 8192 measured on an H200: the base of the utilisation
 GIB = 2**30
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 IMPLEMENTATIONS = ("stock", "liger-kernel", "native")
 BASELINES = ("stock", "liger-kernel")
+OPTIMIZERS = ("adamw-fused", "sgd", "sgd-in-backward", "none")
 ATTENTIONS = ("sdpa", "flash_attention_2", "eager", "flex_attention", "liger")
 
 
@@ -88,6 +93,37 @@ _GEMMA2_9B = {
     "final_logit_softcapping": 30.0,
     "tie_word_embeddings": True,
 }
+_GPT_OSS_20B = {
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "head_dim": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 24,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+_QWEN3_30B_A3B = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": False,
+}
 _TINY = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -105,14 +141,20 @@ _TINY_GEMMA2 = {
     "attn_logit_softcapping": 0.5,
     "final_logit_softcapping": 0.5,
 }
+_TINY_GPT_OSS = {**_TINY, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "tie_word_embeddings": False}
+_TINY_QWEN3_MOE = {**_TINY, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 SHAPES = {
     "llama3-8b": Shape("llama", _LLAMA3_8B),
     "llama3.2-1b": Shape("llama", _LLAMA32_1B),
     "qwen3-8b": Shape("qwen3", _QWEN3_8B),
     "gemma2-9b": Shape("gemma2", _GEMMA2_9B),
+    "gpt-oss-20b": Shape("gpt_oss", _GPT_OSS_20B),
+    "qwen3-30b-a3b": Shape("qwen3_moe", _QWEN3_30B_A3B),
     "tiny": Shape("llama", _TINY),
     "tiny-qwen3": Shape("qwen3", {**_TINY, "head_dim": 32}),
     "tiny-gemma2": Shape("gemma2", _TINY_GEMMA2),
+    "tiny-gpt-oss": Shape("gpt_oss", _TINY_GPT_OSS),
+    "tiny-qwen3-moe": Shape("qwen3_moe", _TINY_QWEN3_MOE),
 }
 
 
@@ -149,7 +191,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, default=4, help="sequences per step")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
-    parser.add_argument("--optimizer", default="adamw-fused", choices=("adamw-fused", "sgd", "none"))
+    parser.add_argument("--optimizer", default="adamw-fused", choices=OPTIMIZERS)
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing of every layer")
     parser.add_argument("--attention", default="sdpa", choices=ATTENTIONS, help="of implementations without @attention")
     parser.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
@@ -297,14 +339,18 @@ def config_of(shape: str, layers: int | None):
 def step_flops(config, batch: int, length: int) -> int:
     """Floating-point operations that one step's mathematics needs; what checkpointing recomputes is not counted.
 
-    Products with weights, the head's also where it is tied: 2 operations per weight and token forwards, twice that backwards.
+    Products with weights, the head's also where it is tied, of experts those that a token goes to: 2 operations per weight and
+    token forwards, twice that backwards.
     Attention: two products per head over the visible pairs of query and key, length²/2 where causal, window·(length - window/2)
     in a sliding window; twice that backwards.
     """
     hidden, layers = config.hidden_size, config.num_hidden_layers
     query = config.num_attention_heads * config.head_dim
     key_value = 2 * config.num_key_value_heads * config.head_dim
-    layer = hidden * (query + key_value) + query * hidden + 3 * hidden * config.intermediate_size
+    experts = getattr(config, "num_local_experts", 0)
+    width = getattr(config, "moe_intermediate_size", config.intermediate_size) if experts else config.intermediate_size
+    feed_forward = 3 * hidden * width * (config.num_experts_per_tok if experts else 1) + hidden * experts
+    layer = hidden * (query + key_value) + query * hidden + feed_forward
     weights = layers * layer + hidden * config.vocab_size
     attention = 0
     for kind in getattr(config, "layer_types", None) or ["full_attention"] * layers:
@@ -375,6 +421,9 @@ def build(implementation: Implementation, options: argparse.Namespace):
     config = config_of(options.shape, options.layers)
     attention = implementation.attention or options.attention
     arguments = {"dtype": getattr(torch, DTYPES[options.dtype]), "attn_implementation": attention}
+    without_sdpa = getattr(config, "attn_logit_softcapping", None) or config.model_type == "gpt_oss"
+    if implementation.name == "native" and attention == "sdpa" and without_sdpa:
+        arguments["attn_implementation"] = None  # the class's own default
     if implementation.name != "native" and attention == "sdpa" and getattr(config, "attn_logit_softcapping", None):
         # transformers before 5.24 would leave the cap out without a word
         raise ValueError(f"sdpa cannot cap the attention scores of {config.model_type}: name @eager or @flex_attention")
@@ -417,6 +466,7 @@ def stock_state(config) -> dict:
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.manual_seed(0)  # sinks are drawn
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     for module in model.modules():
@@ -439,6 +489,8 @@ def step_of(model, options: argparse.Namespace, compiled: bool) -> Callable:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     elif options.optimizer == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+    elif options.optimizer == "sgd-in-backward":
+        step_in_backward(model)
     forward = torch.compile(model) if compiled else model
 
     def step():
@@ -450,6 +502,20 @@ def step_of(model, options: argparse.Namespace, compiled: bool) -> Callable:
         return loss.detach()
 
     return step
+
+
+def step_in_backward(model) -> None:
+    """Each parameter takes its step as soon as its gradient is whole, and the gradient goes: never all gradients at a time."""
+    import torch
+
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=1e-3, fused=True)
+
+        def step(_, optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        parameter.register_post_accumulate_grad_hook(step)
 
 
 def timed(step: Callable, steps: int, device: str) -> tuple[list[float], list[float]]:

@@ -10,6 +10,7 @@ that of GPT-OSS's checkpoints.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,8 +27,8 @@ _OVERFLOWING_SCALE = 253
 class Origin:
     """What the quantised form of a weight has beyond its values, so that an unchanged weight gets its own bits back.
 
-    A block's scale does not follow from its numbers (1 with the scale 2 is 2 with the scale 1), and numbers that overflowed do not
-    say what they were. It takes 1/64 of the weight in bfloat16, and lies in host memory.
+    A block's scale does not follow from its numbers (1 with the scale 2 is 2 with the scale 1), and numbers that overflowed do
+    not say what they were. It takes 1/64 of the weight in bfloat16, and lies in host memory.
 
     Attributes:
         scales: [experts, rows, blocks], uint8.
@@ -154,6 +155,6 @@ def _numbers(device: torch.device) -> Tensor:
 
 def _midpoints(device: torch.device) -> Tensor:
     """The largest number that is rounded down to each code but the last. From the middle it goes to the even code."""
-    middles = torch.tensor([(low + high) / 2 for low, high in zip(_MAGNITUDES, _MAGNITUDES[1:])], device=device)
+    middles = torch.tensor([(low + high) / 2 for low, high in pairwise(_MAGNITUDES)], device=device)
     below = torch.nextafter(middles, torch.zeros_like(middles))
     return torch.where(torch.arange(len(middles), device=device) % 2 == 0, middles, below)

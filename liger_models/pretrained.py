@@ -175,7 +175,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         missing = sorted(loading_info.missing_keys - model.new_keys)
         unexpected = sorted(loading_info.unexpected_keys - model.unused_keys)
         problems = [f"missing key {stock}" for key in missing for stock in model._stock_keys(key)]
-        problems += [f"unexpected key {' or '.join(model._stock_keys(key))}" for key in unexpected]
+        problems += [f"unexpected key {' or '.join(dict.fromkeys([*model._stock_keys(key), key]))}" for key in unexpected]
         if problems:
             raise CheckpointError(_report(type(model), source, problems))
         return loading_info
@@ -187,7 +187,11 @@ class LigerPreTrainedModel(PreTrainedModel):
         module = dict(self.named_modules()).get(module_name)
         if isinstance(module, (LigerExperts, LigerClampedExperts)) and kind in module._parameters:
             return [f"{module_name}.{stock}" for stock in module.stock_keys(kind)]
-        parts = {n.rpartition(".")[2]: m.part_names for n, m in self.named_modules() if isinstance(m, PackedLinear)}
+        parts = {
+            conversion.target_patterns[0].rpartition(".")[2]: conversion.operations[0].part_names
+            for conversion in get_model_conversion_mapping(self, add_legacy=False)
+            if isinstance(conversion, WeightConverter) and hasattr(conversion.operations[0], "part_names")
+        }
         return [f"{owner}.{part}.{kind}" for part in parts.get(name, (name,))] if owner else [key]
 
     # -- saving -----------------------------------------------------------------------------------------------------
