@@ -342,3 +342,17 @@ def test_peak_host_memory(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert 0.9 < float(run.stdout.split()[-1]) <= 1.2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(quantised, tmp_path, cuda):
+    """Dequantised there: the same bits; and quantised again from there."""
+    model = LigerGptOssForCausalLM.from_pretrained(quantised, device_map="cuda")
+    for one, other in zip(model.parameters(), LigerGptOssForCausalLM.from_pretrained(quantised).parameters()):
+        assert one.is_cuda and torch.equal(one.cpu(), other)
+    model.save_pretrained(tmp_path, weight_format="mxfp4")
+    assert_same_tensors(read_tensors(tmp_path), read_tensors(quantised))
+    blocks, scales = random_blocks(2, 255, 3, scales=range(255))
+    for dtype in (torch.bfloat16, torch.float32):
+        found = mxfp4.dequantise(blocks.cuda(), scales.cuda(), dtype).cpu()
+        assert torch.equal(bits(found), bits(mxfp4.dequantise(blocks, scales, dtype)))
