@@ -25,7 +25,7 @@ def environment(device: str | None, *, as_json: bool) -> None:
         print(json.dumps(found, indent=2))
         return
     versions = {name: number or "not installed" for name, number in found["versions"].items()}
-    print_table(("", ""), [("platform", found["platform"]), ("python", found["python"]), *versions.items()])
+    print_table(("", "version"), [("platform", found["platform"]), ("python", found["python"]), *versions.items()])
     print_table(("device", "name", "memory"), [(d["device"], d["name"], d["memory"]) for d in found["devices"]])
     print(f"kernel set for {found['device']}:")
     print_table(("op", "backend", "reason"), [(op["op"], op["backend"], op["reason"]) for op in found["ops"]])

@@ -92,13 +92,14 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(existing_parent(folder)).free
     if needed > free:
         raise CommandError(
-            f"{folder}: {size(needed)} are to be written and {size(free)} are free, {size(needed - free)} too little: make room "
-            f"or write to another disk"
+            f"{folder}: {size(needed)} are to be written and {size(free)} are free, {size(needed - free)} too little: make "
+            f"room or write to another disk"
         )
 
 
 def written_bytes(cls: type[LigerPreTrainedModel], folder: CheckpointFolder, dtype: str, weight_format: str) -> int:
     """The size of the export, from the shapes of a model without storage."""
+    assert cls.config_class is not None
     config: Any = cls.config_class.from_pretrained(folder.path)
     with torch.device("meta"):
         parameters = list(cls(config).parameters())  # a tied weight once

@@ -34,7 +34,7 @@ def classes_of(model_type: str) -> dict[str, type[LigerPreTrainedModel]]:
         cls.stock_name: cls
         for cls in declared.values()
         if isinstance(cls, type) and issubclass(cls, LigerPreTrainedModel) and "stock_name" in vars(cls)
-        if cls.__module__ == _MODULES[model_type] and cls.config_class.model_type == model_type
+        if cls.__module__ == _MODULES[model_type] and getattr(cls.config_class, "model_type", None) == model_type
     }
 
 

@@ -84,9 +84,7 @@ def weight_files(folder: Path) -> list[Path]:
     files = sorted({folder / name for name in _json(found).get("weight_map", {}).values()})
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
-        raise CommandError(
-            f"{found} names {', '.join(missing) or 'no files'}, which {folder} has not: download or copy it again"
-        )
+        raise CommandError(f"{found} names files that are not there ({', '.join(missing)}): download or copy them again")
     return files
 
 
