@@ -346,9 +346,11 @@ def _without_quantization(cls: type[LigerPreTrainedModel], source: Any, kwargs: 
         config = copy.deepcopy(config)
     else:
         hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+        # A configuration would take it as its own, "auto" too.
+        dtype = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
         place = source if config is None else config
         config, kwargs = cls.config_class.from_pretrained(place, return_unused_kwargs=True, **kwargs)
-        kwargs = {**hub, **kwargs}
+        kwargs = {**hub, **dtype, **kwargs}
     del config.quantization_config
     return {**kwargs, "config": config}
 

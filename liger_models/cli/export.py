@@ -13,13 +13,16 @@ from safetensors import SafetensorError
 
 from liger_models.cli.families import class_for
 from liger_models.cli.output import CommandError, size
-from liger_models.cli.source import CheckpointFolder
+from liger_models.cli.source import CheckpointFolder, weight_files
 from liger_models.pretrained import LigerPreTrainedModel, staged
 
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*[KMGT]B\s*", re.IGNORECASE)
+HEADERS = 1_000_000  # bytes of weight files' headers, their index and the configuration: some hundred bytes for each tensor
 
 
-def export(source: Path, destination: Path, dtype: str, weight_format: str, max_shard_size: str, *, force: bool) -> None:
+def export(
+    source: CheckpointFolder, destination: Path, dtype: str, weight_format: str, max_shard_size: str, *, force: bool
+) -> None:
     """Read `source`, write `destination`.
 
     Everything that can be refused is refused before weights are read; the files appear in place once all of them are whole.
@@ -33,31 +36,30 @@ def export(source: Path, destination: Path, dtype: str, weight_format: str, max_
     Raises:
         CommandError, UnsupportedModelError, CheckpointError: what is wrong and what to do.
     """
-    folder = CheckpointFolder(source)
-    cls = readable_class(folder)
+    cls = readable_class(source)
     if not _SIZE.fullmatch(max_shard_size):
         raise CommandError(f"--max-shard-size {max_shard_size!r} is not a size: give a number in KB, MB, GB or TB (5GB)")
     check_format(cls, weight_format)
-    _check_destination(source, destination, force=force)
-    check_space(destination, written_bytes(cls, folder, dtype, weight_format))
+    _check_destination(source.path, destination, force=force)
+    check_space(destination, written_bytes(cls, source, dtype, weight_format))
     model = load(cls, source, dtype)
     with writing_to(destination), staged(destination, commit=True) as stage:
         model.save_pretrained(stage, weight_format=weight_format, max_shard_size=max_shard_size)
-        copied = _copy(folder, stage)
-    print(f"{source} -> {destination}: {cls.__name__} as {cls.stock_name}, {_content(destination)}")
+        copied = _copy(source, stage)
+    print(f"{source.path} -> {destination}: {cls.__name__} as {cls.stock_name}, {_content(destination)}")
     if copied:
         print(f"copied: {', '.join(map(str, copied))}")
 
 
-def readable_class(folder: CheckpointFolder) -> type[LigerPreTrainedModel]:
+def readable_class(source: CheckpointFolder) -> type[LigerPreTrainedModel]:
     """The native class for a checkpoint whose files are there and whose weights are in a format that it reads."""
-    cls = class_for(folder)
-    if folder.weight_format not in cls.weight_formats:
+    cls = class_for(source)
+    if source.weight_format not in cls.weight_formats:
         raise CommandError(
-            f"{folder.path} holds weights quantised with {folder.weight_format!r}, which {cls.__name__} does not read: load it "
+            f"{source.path} holds weights quantised with {source.weight_format!r}, which {cls.__name__} does not read: load it "
             f"with the stock class, dequantise it, save_pretrained it, and give that folder"
         )
-    assert folder.weight_files  # raises CommandError
+    weight_files(source.path)
     return cls
 
 
@@ -97,17 +99,17 @@ def check_space(folder: Path, needed: int) -> None:
         )
 
 
-def written_bytes(cls: type[LigerPreTrainedModel], folder: CheckpointFolder, dtype: str, weight_format: str) -> int:
+def written_bytes(cls: type[LigerPreTrainedModel], source: CheckpointFolder, dtype: str, weight_format: str) -> int:
     """The size of the export, from the shapes of a model without storage."""
     assert cls.config_class is not None
-    config: Any = cls.config_class.from_pretrained(folder.path)
+    config: Any = cls.config_class.from_pretrained(source.path)
     with torch.device("meta"):
         parameters = list(cls(config).parameters())  # a tied weight once
     # "auto" of a configuration that names no dtype is that of the first weight, at most fp32.
     kept = config.dtype or config.get_text_config().dtype or torch.float32
     itemsize = (kept if dtype == "auto" else getattr(torch, dtype)).itemsize
     weights = sum(parameter.numel() * _bytes_of_number(parameter, itemsize, weight_format) for parameter in parameters)
-    return round(weights) + sum((folder.path / name).stat().st_size for name in folder.other_files())
+    return round(weights) + HEADERS + sum((source.path / name).stat().st_size for name in source.other_files())
 
 
 def _bytes_of_number(parameter: torch.Tensor, itemsize: int, weight_format: str) -> float:
@@ -115,9 +117,9 @@ def _bytes_of_number(parameter: torch.Tensor, itemsize: int, weight_format: str)
     return 17 / 32 if weight_format == "mxfp4" and parameter.ndim == 3 else itemsize
 
 
-def load(cls: type[LigerPreTrainedModel], source: Path, dtype: str = "auto") -> LigerPreTrainedModel:
+def load(cls: type[LigerPreTrainedModel], source: CheckpointFolder, dtype: str = "auto") -> LigerPreTrainedModel:
     """The model on the CPU, every key of the checkpoint accounted for. Raises CheckpointError."""
-    return cls.from_pretrained(source, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+    return cls.from_pretrained(source.path, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
 
 
 @contextmanager
@@ -129,16 +131,16 @@ def writing_to(folder: Path) -> Iterator[None]:
         raise CommandError(f"{folder} could not be written, and is as it was: {error}") from None
 
 
-def _copy(folder: CheckpointFolder, stage: Path) -> list[Path]:
+def _copy(source: CheckpointFolder, stage: Path) -> list[Path]:
     """Copy what goes with the checkpoint and was not written with it; the copied names, relative to the folder."""
-    names = [name for name in folder.other_files() if not (stage / name).exists()]
+    names = [name for name in source.other_files() if not (stage / name).exists()]
     for name in names:
         (stage / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder.path / name, stage / name)
+        shutil.copyfile(source.path / name, stage / name)
     return names
 
 
 def _content(destination: Path) -> str:
-    files = CheckpointFolder(destination).weight_files
+    files = weight_files(destination)
     noun = "weight file" if len(files) == 1 else "weight files"
     return f"{len(files)} {noun}, {size(sum(file.stat().st_size for file in files))}"

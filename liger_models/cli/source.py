@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +17,25 @@ _COPIED_FOLDERS = ("additional_chat_templates",)
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A folder with `config.json` and weight files.
-
-    Raises CommandError where either is missing or not readable; nothing is read before it is asked for.
-    """
+    """A checkpoint's folder and the content of its config.json, which names a model type."""
 
     path: Path
+    config: dict[str, Any]
 
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """The content of config.json."""
-        if not self.path.exists():
-            raise CommandError(
-                f"{self.path} does not exist; give the folder of a checkpoint (a hub id has to be downloaded first)"
-            )
-        if not self.path.is_dir():
-            raise CommandError(f"{self.path} is a file; give the folder that holds config.json and the weights")
-        file = self.path / "config.json"
+    @classmethod
+    def read(cls, path: Path) -> "CheckpointFolder":
+        """Read config.json. Raises CommandError where it, or the folder, is missing or not readable."""
+        if not path.exists():
+            raise CommandError(f"{path} does not exist; give the folder of a checkpoint (download a hub id first)")
+        if not path.is_dir():
+            raise CommandError(f"{path} is a file; give the folder that holds config.json and the weights")
+        file = path / "config.json"
         if not file.is_file():
-            raise CommandError(f"{self.path} has no config.json: it is not the folder of a checkpoint")
+            raise CommandError(f"{path} has no config.json: it is not the folder of a checkpoint")
         config = _json(file)
         if "model_type" not in config:
             raise CommandError(f"{file} names no model_type: which class reads the checkpoint cannot be told")
-        return config
+        return cls(path, config)
 
     @property
     def model_type(self) -> str:
@@ -55,11 +50,6 @@ class CheckpointFolder:
     def weight_format(self) -> str:
         """ "stock", or the method by which the weights are quantised ("mxfp4")."""
         return (self.config.get("quantization_config") or {}).get("quant_method", "stock")
-
-    @cached_property
-    def weight_files(self) -> list[Path]:
-        """The files that from_pretrained reads."""
-        return weight_files(self.path)
 
     def other_files(self) -> list[Path]:
         """Tokenizer, processor, chat templates, licence, relative to the folder: what goes with a checkpoint beside its weights

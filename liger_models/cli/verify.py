@@ -16,7 +16,7 @@ from liger_models.cli.source import CheckpointFolder, weight_files
 _SHOWN = 20
 
 
-def verify(source: Path, against: Path | None, scratch: Path | None) -> bool:
+def verify(source: CheckpointFolder, against: Path | None, scratch: Path | None) -> bool:
     """Load `source`, export it into a temporary folder, and compare every tensor with `against`, or with `source`.
 
     A quantised checkpoint is exported in its own format. A checkpoint in the native packed layout, which a stock export cannot
@@ -31,23 +31,22 @@ def verify(source: Path, against: Path | None, scratch: Path | None) -> bool:
     Raises:
         CommandError, UnsupportedModelError, CheckpointError: what is wrong and what to do.
     """
-    folder = CheckpointFolder(source)
-    cls = readable_class(folder)
-    expected = Weights(against or source)
+    cls = readable_class(source)
+    expected = Weights(against or source.path)
     scratch = scratch or Path(tempfile.gettempdir())
     if not scratch.is_dir():
         raise CommandError(f"--scratch {scratch} is not a folder")
-    check_space(scratch, written_bytes(cls, folder, "auto", folder.weight_format))
+    check_space(scratch, written_bytes(cls, source, "auto", source.weight_format))
     model = load(cls, source)
     # A stock checkpoint has the parts of packed layers, which are no parameters of the model.
     packed = against is None and set(expected) <= set(model.state_dict())
     with tempfile.TemporaryDirectory(prefix="liger-models-verify-", dir=scratch) as exported:
         with writing_to(Path(exported)):
-            model.save_pretrained(exported, weight_format=folder.weight_format, save_original_format=not packed)
+            model.save_pretrained(exported, weight_format=source.weight_format, save_original_format=not packed)
         del model
         with Weights(Path(exported)) as actual, expected:
             differing = list(differences(expected, actual))
-            _report(cls, source, against, packed, len(expected), differing)
+            _report(cls, source.path, against, packed, len(expected), differing)
     return not differing
 
 

@@ -8,6 +8,7 @@ from typer.testing import CliRunner, Result
 
 from liger_models.cli import app
 
+
 @pytest.fixture
 def command():
     """Run a command line; an exception that the command does not turn into a message fails the test."""
