@@ -59,6 +59,7 @@ def test_the_architecture_chooses_the_head(checkpoint, succeeds, tmp_path, head)
 def test_a_model_that_sees_images(succeeds, tmp_path, stock):
     text = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, head_dim=16, vocab_size=97)
     vision = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=2)
+    vision["vision_use_head"] = False
     model = stock(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=96))
     randomise(model)
     model.save_pretrained(tmp_path / "in")

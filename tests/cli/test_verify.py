@@ -6,6 +6,7 @@ import pytest
 import torch
 from cli.folders import contents
 from models.families import GPT_OSS, LLAMA, MAIN
+from safetensors.torch import load_file, save_file
 from tiny_llama import native_class, read_tensors, save_stock, write_tensors
 
 CASE = next(case for case in MAIN if case.family is LLAMA)
@@ -43,11 +44,9 @@ def test_a_stock_checkpoint(checkpoint, succeeds, head):
     assert contents(source) == before
 
 
-def test_shards_and_special_numbers(checkpoint, copied, succeeds):
-    source = save_stock(copied(checkpoint(CASE)).parent / "special", shard="6KB")
+def test_shards_and_special_numbers(succeeds, tmp_path):
+    source = save_stock(tmp_path / "in", shard="6KB")
     file = sorted(source.glob("model-*"))[0]
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(file)
     next(iter(tensors.values())).view(-1)[:4] = torch.tensor([torch.nan, -0.0, torch.inf, 1e-42])
     save_file(tensors, file, metadata={"format": "pt"})
@@ -94,7 +93,7 @@ def test_every_kind_of_difference_is_named(checkpoint, copied, differs):
 
 @pytest.mark.parametrize("value", [-0.0, torch.nan])
 def test_bits_and_not_values_are_compared(checkpoint, copied, differs, value):
-    """0.0 equals -0.0, and differs from it; both here are in the other checkpoint where the source has 0.0."""
+    """The other checkpoint has -0.0, which equals 0.0, or a NaN, where the source has 0.0."""
     source, other = copied(checkpoint(CASE)), copied(checkpoint(CASE), "other")
     for folder, number in ((source, 0.0), (other, value)):
         tensors = read_tensors(folder)
