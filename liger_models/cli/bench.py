@@ -78,7 +78,7 @@ def row(name: str, backend: str, shape: Shape, device: str) -> tuple[str, str, s
     arguments, moved = CASES[name](shape, device)
     with ops.use_backend(backend):
         spent = milliseconds(_step(getattr(ops, name), arguments), device)
-    return name, backend, f"{spent:.4f}", f"{moved / spent / 1e6:.1f}"
+    return name, backend, f"{spent:.4g}", f"{moved / spent / 1e6:.4g}"
 
 
 def _step(op: Callable, arguments: dict[str, Any]) -> Callable[[], object]:

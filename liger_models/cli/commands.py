@@ -4,6 +4,8 @@ What a command does is in a module of its own, imported when it runs: `liger-mod
 transformers.
 """
 
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -27,6 +29,8 @@ app = typer.Typer(
 
 def main() -> None:
     """The entry point `liger-models`."""
+    # Unlike an interrupt, a scheduler's signal to end would leave temporary folders behind.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     app(prog_name="liger-models")
 
 

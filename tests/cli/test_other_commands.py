@@ -1,9 +1,11 @@
 """`families`, `env` and `bench`; what the command line imports."""
 
 import json
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import transformers
@@ -90,7 +92,7 @@ def test_bench_times_what_was_asked_for(succeeds, monkeypatch):
     assert [row[:2] for row in found if row[1] == "torch"] == [["swiglu", "torch"], ["rms_norm", "torch"]]
     assert calls == [[2, 2], [2, 2]]  # gradients of gate and up; of x and weight
     # 8 passes over 128 rows of 256 bfloat16 numbers in 2 ms
-    assert next(row for row in found if row[0] == "swiglu")[2:] == ["2.0000", f"{8 * 128 * 256 * 2 / 2 / 1e6:.1f}"]
+    assert next(row for row in found if row[0] == "swiglu")[2:] == ["2", f"{8 * 128 * 256 * 2 / 2 / 1e6:.4g}"]
 
 
 def test_bench_refuses_what_there_is_not(refuses):
@@ -131,6 +133,26 @@ assert not heavy, heavy
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_signal_to_end_cleans_up():
+    """The stand-in for a command holds a temporary folder when the signal arrives."""
+    script = """
+import os, signal, sys, tempfile
+from liger_models.cli import commands
+
+def run(*_):
+    with tempfile.TemporaryDirectory() as folder:
+        print(folder, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+commands._run = run
+sys.argv = ["liger-models", "families"]
+commands.main()
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 128 + signal.SIGTERM, result.stderr
+    assert result.stdout and not Path(result.stdout.strip()).exists()
 
 
 def test_a_defect_keeps_its_traceback(command, monkeypatch, tmp_path):
