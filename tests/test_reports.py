@@ -18,7 +18,8 @@ from liger_models.layers.norm import LigerRMSNorm
 @pytest.mark.parametrize("side", ["left", "right", "unmasked"])
 @pytest.mark.parametrize("case, attention", MAIN_ATTENTIONS, ids=str)
 def test_o36_what_is_masked_does_not_matter(case: Case, attention: str, side: str, build):
-    """Padding tokens, and last tokens whose labels are ignored, changed at random: the same loss and gradients, to the bit (in mixtures to rounding)."""
+    """Padding tokens, and last tokens whose labels are ignored, changed at random: the same loss and gradients, to the bit (in
+    mixtures to rounding)."""
     model = build("native", case, attn_implementation=attention).train()
     names, inputs = stock_names(build("stock", case)), inputs_of(model)
     mask = torch.ones_like(inputs["input_ids"])
