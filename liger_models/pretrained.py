@@ -230,7 +230,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         directory = Path(save_directory)
         if directory.is_file():
             raise NotADirectoryError(f"cannot save to {directory}: it is a file, not a directory")
-        with _staged(directory, commit=is_main_process) as stage:
+        with staged(directory, commit=is_main_process) as stage:
             self.weight_format = weight_format
             try:
                 super().save_pretrained(stage, is_main_process=is_main_process, **_without_hub(kwargs))
@@ -347,9 +347,11 @@ def _without_quantization(cls: type[LigerPreTrainedModel], source: Any, kwargs: 
         config = copy.deepcopy(config)
     else:
         hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+        # A configuration would take it as its own, "auto" too.
+        dtype = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
         place = source if config is None else config
         config, kwargs = cls.config_class.from_pretrained(place, return_unused_kwargs=True, **kwargs)
-        kwargs = {**hub, **kwargs}
+        kwargs = {**hub, **dtype, **kwargs}
     del config.quantization_config
     return {**kwargs, "config": config}
 
@@ -386,7 +388,7 @@ _WEIGHT_FILE = re.compile(r"(pytorch_)?model(\.[^/]*)?(-\d{5}-of-\d{5})?\.(safet
 
 
 @contextmanager
-def _staged(directory: Path, *, commit: bool) -> Iterator[Path]:
+def staged(directory: Path, *, commit: bool) -> Iterator[Path]:
     """A temporary directory whose files move to `directory` once the block has ended without an error."""
     existed = directory.exists()
     parent = directory if existed else directory.absolute().parent
@@ -401,13 +403,14 @@ def _staged(directory: Path, *, commit: bool) -> Iterator[Path]:
 
 
 def _move(stage: Path, directory: Path) -> None:
-    written = sorted(path.name for path in stage.iterdir())
+    written = sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if path.is_file())
     if not directory.exists():
         os.chmod(stage, 0o777 & ~_umask())
         stage.rename(directory)
         return
     # Weights before what points at them, so that a reader never finds an index without its files.
     for name in sorted(written, key=lambda name: name.endswith(".json")):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage / name, directory / name)
     if any(_WEIGHT_FILE.fullmatch(name) for name in written):
         for path in directory.iterdir():

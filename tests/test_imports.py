@@ -18,7 +18,7 @@ OUTSIDE = {"tests", "benchmarks", "examples"}
 
 ALLOWED = {
     "package": {"ops", "losses", "auto", "models", "layers", "conversions", "compat"},  # only names for type checkers
-    "cli": {"package", "auto", "conversions", "models"},
+    "cli": {"package", "auto", "conversions", "models", "ops", "pretrained"},
     "auto": {"models", "compat"},
     "models": {"decoder", "moe", "pretrained", "layers", "losses", "conversions", "compat"},
     "decoder": {"pretrained", "attention", "layers", "compat"},

@@ -235,7 +235,9 @@ def test_ways_to_ask_for_it(quantised):
     changed, report = LigerGptOssForCausalLM.from_pretrained(
         quantised, dtype=torch.float32, router_aux_loss_coef=0.5, attn_implementation="eager", output_loading_info=True
     )
-    for model in (auto, given, changed):
+    stored = LigerGptOssForCausalLM.from_pretrained(quantised, dtype="auto")
+    assert stored.dtype == torch.bfloat16
+    for model in (auto, given, changed, stored):
         assert type(model) is LigerGptOssForCausalLM
         for one, other in zip(model.parameters(), expected.parameters()):
             assert torch.equal(one.bfloat16(), other)
