@@ -148,6 +148,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         quantization = stored.get("quantization_config")
         if quantization is not None:
             kwargs = _without_quantization(cls, pretrained_model_name_or_path, kwargs)
+        kwargs.pop("quantization_config", None)  # one that asks to dequantise, which happens anyway
         try:
             with _one_weight_at_a_time() if quantization is not None else nullcontext():
                 loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)

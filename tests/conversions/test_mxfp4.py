@@ -319,7 +319,7 @@ print((peak - before) * 1024 / sum(p.numel() * p.element_size() for p in model.p
 def test_peak_host_memory(tmp_path):
     """At most 1.2 of the bf16 model while loading: one quantised weight at a time, never the whole checkpoint beside it.
 
-    The model has 12 layers, 0.5 GB of experts; what importing takes is counted before.
+    The model has 12 layers, 0.5 GB of experts. What importing took is counted before; what it gave back may be used again.
     """
     options = dict(num_hidden_layers=12, hidden_size=512, intermediate_size=512, num_local_experts=24, vocab_size=512)
     configuration = Case(GPT_OSS, "memory", {**CASE.options, **options}).configuration()
@@ -343,7 +343,7 @@ def test_peak_host_memory(tmp_path):
         [sys.executable, "-c", textwrap.dedent(_PEAK), str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
-    assert 0.9 < float(run.stdout.split()[-1]) <= 1.2
+    assert 0.7 < float(run.stdout.split()[-1]) <= 1.2
 
 
 @pytest.mark.gpu

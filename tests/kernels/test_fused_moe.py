@@ -449,6 +449,36 @@ def test_more_tokens_than_a_grid_axis(cuda):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)  # the library's product, and Triton's
+def test_experts_beyond_2_to_the_31_elements(cuda, dtype):
+    """All tokens go to the last expert, whose weights begin past 2**31 elements; the others' gradients are zero."""
+    experts, hidden, intermediate, tokens = 9, 8192, 16384, 5
+    last, generator = experts - 1, torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*size):
+        return torch.randn(size, generator=generator, device="cuda", dtype=dtype) * size[-1] ** -0.5
+
+    x, gate_up, down = (
+        drawn(*size).requires_grad_()
+        for size in ((tokens, hidden), (experts, 2 * intermediate, hidden), (experts, hidden, intermediate))
+    )
+    assert last * 2 * intermediate * hidden >= 2**31
+    ids, weights = torch.full((tokens, 1), last, device="cuda"), torch.ones(tokens, 1, device="cuda", dtype=dtype)
+    with ops.use_backend("triton"):
+        y = ops.fused_moe(x, ids, weights, gate_up, down)
+        y.sum().backward()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, gate_up[last:], down[last:])]
+    right = fused_moe(exact[0], ids - last, weights.double(), *exact[1:])
+    right.sum().backward()
+    actual = {"y": y, "x": x.grad, "gate_up": gate_up.grad[last:], "down": down.grad[last:]}
+    expected = {"y": right, "x": exact[0].grad, "gate_up": exact[1].grad, "down": exact[2].grad}
+    for name, tensor in actual.items():
+        error = (tensor.double() - expected[name]).norm() / expected[name].norm()
+        assert error <= 8 * EPSILON[dtype], f"{name}: {error}"  # half a dozen roundings in a row
+    assert not gate_up.grad[:last].any() and not down.grad[:last].any()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [{}, {"hidden": 64, "intermediate": 32, "dtype": torch.bfloat16}])
 def test_the_host_never_waits(cuda, sizes):
     arguments = leaves(tensors(64, **sizes), "cuda")
