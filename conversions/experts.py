@@ -156,7 +156,7 @@ class StockExperts(ConversionOps):
         """Put gate and up by turns and transpose, or quantise.
 
         Raises:
-            ValueError: a weight that has no MXFP4 form, because it is not finite or its rows are no whole blocks.
+            WeightFormatError: a weight that has no MXFP4 form, because it is not finite or its rows are no whole blocks.
         """
         (tensor,) = (_single(value) for value in input_dict.values())
         experts, name = model.get_submodule(full_layer_name.rpartition(".")[0]), source_patterns[0].rpartition(".")[2]
@@ -164,8 +164,8 @@ class StockExperts(ConversionOps):
             return {target_patterns[0]: experts.to_stock(name, tensor)}
         try:
             blocks, scales = mxfp4.quantise(tensor, experts.quantised_from.get(name))
-        except ValueError as error:
-            raise ValueError(f"{full_layer_name} cannot be written as MXFP4: {error}") from error
+        except mxfp4.WeightFormatError as error:
+            raise mxfp4.WeightFormatError(f"{full_layer_name} cannot be written as MXFP4: {error}") from error
         quantised = {f"{full_layer_name}_blocks": blocks, f"{full_layer_name}_scales": scales}
         return {key: experts.to_quantised_stock(name, part) for key, part in quantised.items()}
 

@@ -24,6 +24,10 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _OVERFLOWING_SCALE = 253
 
 
+class WeightFormatError(ValueError):
+    """A weight that has no form in the format asked for."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """What the quantised form of a weight has beyond its values, so that an unchanged weight gets its own bits back.
@@ -84,11 +88,11 @@ def quantise(weight: Tensor, origin: Origin | None = None) -> tuple[Tensor, Tens
         Blocks [experts, rows, columns / 32, 16] and scales [experts, rows, columns / 32], uint8, on the device of `weight`.
 
     Raises:
-        ValueError: columns is no multiple of 32, or a changed block has a number that is not finite.
+        WeightFormatError: columns is no multiple of 32, or a changed block has a number that is not finite.
     """
     experts, rows, columns = weight.shape
     if columns % BLOCK:
-        raise ValueError(f"its rows have {columns} numbers, which is no multiple of {BLOCK}")
+        raise WeightFormatError(f"its rows have {columns} numbers, which is no multiple of {BLOCK}")
     blocks = torch.empty(experts, rows, columns // BLOCK, BLOCK // 2, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(experts, rows, columns // BLOCK, dtype=torch.uint8, device=weight.device)
     for expert in range(experts):
@@ -123,7 +127,7 @@ def _quantise_anew(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [..., 16] and the smallest scales [...] of [..., 32] numbers."""
     infinite = ~numbers.isfinite().all(-1)
     if infinite.any():
-        raise ValueError(f"{int(infinite.sum())} of its blocks have numbers that are not finite")
+        raise WeightFormatError(f"{int(infinite.sum())} of its blocks have numbers that are not finite")
     scales = _smallest_scales(numbers)
     return _codes(numbers, scales), scales
 

@@ -142,7 +142,8 @@ def _errors_as_messages() -> Iterator[None]:
 def _expected() -> tuple[type[BaseException], ...]:
     # Only evaluated once an exception is on its way: these modules import torch and transformers.
     from liger_models.auto import UnsupportedModelError
+    from liger_models.conversions.mxfp4 import WeightFormatError
     from liger_models.ops import KernelUnavailableError
     from liger_models.pretrained import CheckpointError
 
-    return CheckpointError, UnsupportedModelError, KernelUnavailableError
+    return CheckpointError, WeightFormatError, UnsupportedModelError, KernelUnavailableError

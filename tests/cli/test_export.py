@@ -12,7 +12,7 @@ import transformers.modeling_utils
 from cli.folders import TOKENIZER, add, contents
 from models.families import GPT_OSS, LLAMA, MAIN, ONE_PER_FAMILY, randomise
 from safetensors import SafetensorError
-from tiny_llama import assert_same_tensors, native_class, read_tensors, save_stock
+from tiny_llama import assert_same_tensors, native_class, read_tensors, save_stock, write_tensors
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Model
 
 from liger_models.cli.export import HEADERS
@@ -107,6 +107,16 @@ def test_mxfp4_and_back(checkpoint, succeeds, tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "stock" / "config.json").read_text())
     for name, tensor in read_tensors(checkpoint(MIXTURE)).items():
         assert (stock[name] - tensor).norm() < 0.25 * tensor.norm(), name  # one bit of mantissa: half a spacing is 1/4
+
+
+def test_weights_without_an_mxfp4_form_are_refused(checkpoint, copied, refuses, tmp_path):
+    source = copied(checkpoint(MIXTURE))
+    tensors = read_tensors(source)
+    tensors["model.layers.1.mlp.experts.down_proj"][0, 0, 0] = float("inf")
+    write_tensors(source, tensors)
+    message = refuses("export", source, tmp_path / "out", "--format", "mxfp4")
+    assert "experts.down_proj cannot be written as MXFP4: 1 of its blocks have numbers that are not finite" in message
+    assert not (tmp_path / "out").exists()
 
 
 def test_tokenizer_and_processor_files_are_copied(checkpoint, copied, succeeds, tmp_path):

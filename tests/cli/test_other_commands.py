@@ -109,7 +109,7 @@ def test_bench_refuses_a_backend_that_cannot_serve(refuses, monkeypatch, resolve
 
 
 @pytest.mark.gpu
-def test_bench_and_env_on_a_gpu(succeeds):
+def test_bench_and_env_on_a_gpu(succeeds, cuda):
     found = rows(succeeds("bench", "--shape", "1b"))
     assert {row[1] for row in found if row[0] in bench.CASES} == {"torch", "triton"}
     assert any(device["device"] == "cuda:0" and device["memory"] for device in json.loads(succeeds("env", "--json"))["devices"])
