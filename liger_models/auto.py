@@ -27,7 +27,10 @@ FAMILIES = {
 }
 
 # Model types whose models see images too, likewise. Their language-modelling head has another ending.
-MULTIMODAL_FAMILIES = {"gemma3": ("liger_models.models.gemma3_multimodal", "LigerGemma3")}
+MULTIMODAL_FAMILIES = {
+    "gemma3": ("liger_models.models.gemma3_multimodal", "LigerGemma3"),
+    "internvl": ("liger_models.models.internvl", "LigerInternVL"),
+}
 _MULTIMODAL_ENDING = "ForConditionalGeneration"
 
 # The Auto classes that get native classes, and the ending of their names. AutoModel is not among them: the *stock*

@@ -20,8 +20,9 @@ ALLOWED = {
     "package": {"ops", "losses", "auto", "models", "layers", "conversions", "compat"},  # only names for type checkers
     "cli": {"package", "auto", "conversions", "models"},
     "auto": {"models", "compat"},
-    "models": {"decoder", "pretrained", "layers", "losses", "conversions", "compat"},
+    "models": {"decoder", "multimodal", "pretrained", "layers", "losses", "conversions", "compat"},
     "decoder": {"pretrained", "attention", "layers", "compat"},
+    "multimodal": {"decoder", "pretrained", "compat"},  # what models that see images share
     "attention": {"layers", "ops"},  # what transformers' attention interface calls "liger"
     "pretrained": {"layers"},  # loading and saving, which models that are not decoders share too
     "layers": {"ops"},

@@ -195,7 +195,7 @@ class LigerClassTokenEmbedding(nn.Module):
         patches = grid.flatten(2).transpose(1, 2)
         if masked is not None:
             if self.mask_token is None:
-                raise ValueError("patches can be masked only by a model with a mask token (use_mask_token in its configuration)")
+                raise ValueError("only a model with a mask token (use_mask_token in its configuration) can mask patches")
             patches = torch.where(masked.bool().unsqueeze(-1), self.mask_token, patches)
         tokens = torch.cat((self.cls_token.expand(patches.shape[0], -1, -1), patches), dim=1)
         if self.position_embeddings is not None:

@@ -113,9 +113,7 @@ class LigerInternVLVisionModel(LigerPreTrainedModel):
 
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
-    def forward(
-        self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None, **kwargs: Any
-    ) -> BaseModelOutputWithPooling:
+    def forward(self, pixel_values: Tensor, bool_masked_pos: Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPooling:
         """The class token and the patches of images, encoded.
 
         Args:
