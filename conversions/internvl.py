@@ -105,7 +105,9 @@ def original_configuration(
         "text_config": {**_text_options(model_type, original["llm_config"]), "model_type": model_type},
         "image_token_id": usual_token if token is None else token,
     }
-    return InternVLConfig.from_dict(translated, return_unused_kwargs=True, **overrides)
+    own = {field.name for field in fields(InternVLConfig)} - {"dtype"}  # transformers' loading wants that one itself
+    config = InternVLConfig(**{**translated, **{name: value for name, value in overrides.items() if name in own}})
+    return config, {name: value for name, value in overrides.items() if name not in own}
 
 
 def _model_options(source: Any, original: dict[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,9 @@ class _ReadsOriginalLayout(LigerPreTrainedModel):
         if source is None or not is_original(source, options):
             return super().from_pretrained(source, *model_args, **kwargs)
         if not isinstance(kwargs.get("config"), PreTrainedConfig):
-            kwargs["config"], kwargs = original_configuration(source, options, kwargs)
+            described = kwargs.pop("config", None) or source
+            config, kwargs = original_configuration(described, options, kwargs)
+            kwargs["config"] = config
         kwargs["key_mapping"] = {**ORIGINAL_LAYOUT, **(kwargs.get("key_mapping") or {})}
         loaded = super().from_pretrained(source, *model_args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
