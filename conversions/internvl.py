@@ -1,19 +1,10 @@
 """InternVL: checkpoint keys, of the stock layouts and of OpenGVLab's original one, <-> native parameters."""
 
-from __future__ import annotations
-
-import json
-from dataclasses import fields
-from pathlib import Path
-from typing import Any
-
-from transformers import CONFIG_MAPPING, InternVLConfig, PreTrainedConfig
+import torch
+from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.utils import cached_file, logging
 
 from liger_models.conversions.packing import packed
-
-logger = logging.get_logger(__name__)
 
 VISION_MAPPING = [packed("attention", "qkv_proj", ("q_proj", "k_proj", "v_proj"))]
 # The stock classes' own renamings of the older layout (`language_model.model.…`, `vision_tower.…` at the top level).
@@ -21,7 +12,7 @@ MAPPING = get_checkpoint_conversion_mapping("InternVLModel")
 HEAD_MAPPING = get_checkpoint_conversion_mapping("internvl")
 
 # From the original layout to the older stock one, one after the other; its fused `qkv` is the packed layer as it is. What is
-# not named (`language_model.…`) has the same name in both.
+# not named (`language_model.model.…`) has the same name in both, but for the text model InternLM2, a Llama under other names.
 ORIGINAL_LAYOUT = {
     r"^vision_model\.embeddings\.class_embedding$": "vision_tower.embeddings.cls_token",
     r"^vision_model\.embeddings\.position_embedding$": "vision_tower.embeddings.position_embeddings",
@@ -38,153 +29,25 @@ ORIGINAL_LAYOUT = {
     r"^mlp1\.0\.": "multi_modal_projector.layer_norm.",
     r"^mlp1\.1\.": "multi_modal_projector.linear_1.",
     r"^mlp1\.3\.": "multi_modal_projector.linear_2.",
+    r"^language_model\.output\.": "language_model.lm_head.",
+    r"^language_model\.model\.tok_embeddings\.": "language_model.model.embed_tokens.",
+    r"^(language_model\.model\.layers\.\d+)\.attention\.wqkv\.": r"\1.self_attn.qkv_proj.",  # its rows: see ungrouped_rows
+    r"^(language_model\.model\.layers\.\d+)\.attention\.wo\.": r"\1.self_attn.o_proj.",
+    r"^(language_model\.model\.layers\.\d+)\.feed_forward\.w1\.": r"\1.mlp.gate_proj.",
+    r"^(language_model\.model\.layers\.\d+)\.feed_forward\.w3\.": r"\1.mlp.up_proj.",
+    r"^(language_model\.model\.layers\.\d+)\.feed_forward\.w2\.": r"\1.mlp.down_proj.",
+    r"^(language_model\.model\.layers\.\d+)\.attention_norm\.": r"\1.input_layernorm.",
+    r"^(language_model\.model\.layers\.\d+)\.ffn_norm\.": r"\1.post_attention_layernorm.",
 }
 
-ORIGINAL_TYPE = "internvl_chat"
 
-# The original's configuration of the encoder: our name, and what the original takes if the name is not there.
-_VISION_OPTIONS = {
-    "num_channels": ("num_channels", 3),
-    "patch_size": ("patch_size", 14),
-    "image_size": ("image_size", 224),
-    "qkv_bias": ("attention_bias", False),
-    "hidden_size": ("hidden_size", 3200),
-    "num_attention_heads": ("num_attention_heads", 25),
-    "intermediate_size": ("intermediate_size", 12800),
-    "qk_normalization": ("use_qk_norm", True),
-    "num_hidden_layers": ("num_hidden_layers", 48),
-    "hidden_act": ("hidden_act", "gelu"),
-    "norm_type": ("norm_type", "rms_norm"),
-    "layer_norm_eps": ("layer_norm_eps", 1e-6),
-    "dropout": ("projection_dropout", 0.0),
-    "attention_dropout": ("attention_dropout", 0.0),
-    "initializer_range": ("initializer_range", 0.02),
-    "initializer_factor": ("layer_scale_init_value", 0.1),
-}
-# The text models that keep their keys in the original layout: the model type, and the id of the token that image features
-# replace where the checkpoint has no tokenizer to look it up in (as in the checkpoints that OpenGVLab converted).
-_TEXT_TYPES = {
-    "LlamaForCausalLM": ("llama", 92546),
-    "Qwen2ForCausalLM": ("qwen2", 151667),
-    "Qwen3ForCausalLM": ("qwen3", 151671),
-}
-_IMAGE_TOKEN = "<IMG_CONTEXT>"
-# Legacy names that text configurations take beside their fields, and fields that say nothing of the architecture.
-_TEXT_LEGACY = {"rope_theta", "rope_scaling"}
-_TEXT_IGNORED = {"architectures", "transformers_version", "dtype", "use_cache", "return_dict"}
+def ungrouped_rows(packed_rows: Tensor, key_value_heads: int, head_dim: int) -> Tensor:
+    """The rows of InternLM2's `wqkv` in the order of `qkv_proj`: all of q, all of k, all of v.
 
-
-def is_original(source: Any, options: dict[str, Any]) -> bool:
-    """Whether a directory or hub id holds a checkpoint in OpenGVLab's original layout."""
-    return PreTrainedConfig.get_config_dict(source, **options)[0].get("model_type") == ORIGINAL_TYPE
-
-
-def original_configuration(
-    source: Any, options: dict[str, Any], overrides: dict[str, Any]
-) -> tuple[InternVLConfig, dict[str, Any]]:
-    """The stock configuration for an original checkpoint. Code that comes with the checkpoint is not run.
+    In `wqkv` the query heads that share a key-value head stand together, followed by that head's keys and values.
 
     Args:
-        source: directory or hub id.
-        options: which revision of it, as transformers takes it.
-        overrides: options of the stock configuration, and others, which come back.
-
-    Raises:
-        NotImplementedError: the original does something that the stock class does not.
+        packed_rows: [rows] or [rows, hidden_size].
     """
-    original = PreTrainedConfig.get_config_dict(source, **options)[0]
-    model_type, usual_token = _text_type(source, original.get("llm_config") or {})
-    token = original.get("image_token_id") or _image_token(source, options)
-    if token is None and "image_token_id" not in overrides:
-        logger.warning(
-            f"{source} has no tokenizer that knows {_IMAGE_TOKEN}; its id is taken to be {usual_token}. If it is another, give "
-            f"image_token_id=... to from_pretrained."
-        )
-    translated = {
-        **_model_options(source, original),
-        "text_config": {**_text_options(model_type, original["llm_config"]), "model_type": model_type},
-        "image_token_id": usual_token if token is None else token,
-    }
-    own = {field.name for field in fields(InternVLConfig)} - {"dtype"}  # transformers' loading wants that one itself
-    config = InternVLConfig(**{**translated, **{name: value for name, value in overrides.items() if name in own}})
-    return config, {name: value for name, value in overrides.items() if name not in own}
-
-
-def _model_options(source: Any, original: dict[str, Any]) -> dict[str, Any]:
-    """The stock configuration's options beside those of its text model."""
-    _refuse(source, original)
-    vision = _vision_options(source, original.get("vision_config") or {})
-    ratio = original.get("downsample_ratio", 0.5)
-    patches = (original.get("force_image_size") or vision["image_size"]) // vision["patch_size"]
-    return {
-        "vision_config": vision,
-        "downsample_ratio": ratio,
-        "image_seq_length": int(patches**2 * ratio**2),
-        "projector_hidden_act": "gelu",
-        "vision_feature_layer": original.get("select_layer", -1),
-        "tie_word_embeddings": bool((original.get("llm_config") or {}).get("tie_word_embeddings", False)),
-        "dtype": original.get("dtype") or original.get("torch_dtype"),
-    }
-
-
-def _refuse(source: Any, original: dict[str, Any]) -> None:
-    version = original.get("ps_version", "v1")
-    if version != "v2":
-        raise NotImplementedError(
-            f"{source}: ps_version {version!r} joins patches in transposed order, and the stock class has no such order. Only "
-            f"'v2' (InternVL 2 and later) is supported"
-        )
-    adapters = [name for name in ("use_backbone_lora", "use_llm_lora") if original.get(name)]
-    if adapters:
-        raise NotImplementedError(f"{source}: {', '.join(adapters)}: merge the adapters and save the model without them first")
-
-
-def _vision_options(source: Any, original: dict[str, Any]) -> dict[str, Any]:
-    vision = {ours: original.get(theirs, default) for theirs, (ours, default) in _VISION_OPTIONS.items()}
-    if vision["use_qk_norm"] and vision["layer_norm_eps"] != 1e-6:
-        raise NotImplementedError(
-            f"{source}: norms of queries and keys with an epsilon of {vision['layer_norm_eps']}; the stock class has 1e-6 there"
-        )
-    if original.get("drop_path_rate"):
-        logger.warning(
-            f"{source}: drop_path_rate {original['drop_path_rate']} has no effect: like the stock class, this one drops no "
-            f"layers in training"
-        )
-    return vision
-
-
-def _text_type(source: Any, original: dict[str, Any]) -> tuple[str, int]:
-    architecture = (original.get("architectures") or ["none"])[0]
-    if architecture not in _TEXT_TYPES:
-        raise NotImplementedError(
-            f"{source}: a text model of class {architecture}, whose original layout is not read (it is of "
-            f"{', '.join(_TEXT_TYPES)}). Take the checkpoint that OpenGVLab publishes with the ending -hf, or convert it with "
-            f"convert_internvl_weights_to_hf.py of transformers"
-        )
-    return _TEXT_TYPES[architecture]
-
-
-def _text_options(model_type: str, original: dict[str, Any]) -> dict[str, Any]:
-    known = {field.name for field in fields(CONFIG_MAPPING[model_type])} - _TEXT_IGNORED
-    options = {name: value for name, value in original.items() if name in known | _TEXT_LEGACY}
-    return {**options, "use_cache": True}  # training scripts leave it off
-
-
-def _image_token(source: Any, options: dict[str, Any]) -> int | None:
-    """The id of the token that image features replace, from whichever file of the tokenizer names it."""
-    for name, ids in _TOKENIZER_FILES.items():
-        path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **options)
-        found = None if path is None else ids(json.loads(Path(path).read_text(encoding="utf-8"))).get(_IMAGE_TOKEN)
-        if found is not None:
-            return int(found)
-    return None
-
-
-# For each file the ids of the added tokens that it holds.
-_TOKENIZER_FILES = {
-    "added_tokens.json": lambda content: content,
-    "tokenizer_config.json": lambda content: {
-        token["content"]: number for number, token in content.get("added_tokens_decoder", {}).items()
-    },
-    "tokenizer.json": lambda content: {token["content"]: token["id"] for token in content.get("added_tokens", [])},
-}
+    heads = packed_rows.unflatten(0, (key_value_heads, -1, head_dim))
+    return torch.cat((heads[:, :-2].flatten(0, 2), heads[:, -2].flatten(0, 1), heads[:, -1].flatten(0, 1)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import InternVLConfig, InternVLVisionConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -12,14 +13,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
 from liger_models.compat import image_fields, named_cache, takes_cache
-from liger_models.conversions.internvl import (
-    HEAD_MAPPING,
-    MAPPING,
-    ORIGINAL_LAYOUT,
-    is_original,
-    original_configuration,
-)
+from liger_models.conversions.internvl import HEAD_MAPPING, MAPPING, ORIGINAL_LAYOUT, ungrouped_rows
+from liger_models.conversions.internvl_chat import has_grouped_rows, read_original, translated_configuration
 from liger_models.decoder import LigerDecoderModel
+from liger_models.layers.attention import LigerAttention
 from liger_models.models.internvl_vision import LigerInternVLVisionModel
 from liger_models.models.llama import LigerLlamaModel
 from liger_models.models.qwen2 import LigerQwen2Model
@@ -90,17 +87,36 @@ class _ReadsOriginalLayout(LigerPreTrainedModel):
         """
         source = pretrained_model_name_or_path
         options = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-        if source is None or not is_original(source, options):
+        given = kwargs.get("config")  # None, a path, or a configuration
+        described = source if given is None or isinstance(given, PreTrainedConfig) else given
+        original = None if described is None else read_original(described, options)
+        if original is None:
             return super().from_pretrained(source, *model_args, **kwargs)
-        if not isinstance(kwargs.get("config"), PreTrainedConfig):
-            described = kwargs.pop("config", None) or source
-            config, kwargs = original_configuration(described, options, kwargs)
+        if described is not source or given is None:
+            config, kwargs = translated_configuration(described, original, options, kwargs)
             kwargs["config"] = config
         kwargs["key_mapping"] = {**ORIGINAL_LAYOUT, **(kwargs.get("key_mapping") or {})}
         loaded = super().from_pretrained(source, *model_args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model._weight_conversions = None  # what saving would undo, back to the original layout
+        if has_grouped_rows(original):
+            _ungroup(model)
         return loaded
+
+
+@torch.no_grad()
+def _ungroup(model: nn.Module) -> None:
+    """Bring the rows of the text model's packed projections, loaded as InternLM2 has them, into order."""
+    for attention in (module for module in model.modules() if isinstance(module, LigerAttention)):
+        for parameter in (attention.qkv_proj.weight, attention.qkv_proj.bias):
+            if parameter is None:
+                continue
+            if parameter.is_meta:
+                raise NotImplementedError(
+                    "an original checkpoint with InternLM2 cannot be loaded with parts of it on the disk or the CPU: load it "
+                    "without device_map or max_memory, save_pretrained it, and load that"
+                )
+            parameter.copy_(ungrouped_rows(parameter, attention.num_key_value_heads, attention.head_dim))
 
 
 class LigerInternVLModel(_ReadsOriginalLayout, LigerMultimodalModel):

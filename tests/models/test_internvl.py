@@ -557,6 +557,37 @@ def original_layout(tensors: dict) -> dict:
     return found
 
 
+INTERNLM2_NAMES = {
+    "model.embed_tokens": "model.tok_embeddings",
+    "lm_head": "output",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def internlm2_layout(tensors: dict, key_value_heads: int = 2, head_dim: int = 8) -> dict:
+    """The text model's tensors as InternLM2 has them, in the layout of InternVLChatModel: for each key-value head its query
+    heads, its keys and its values."""
+    found, tensors = {}, dict(tensors)
+    for key in [key for key in tensors if key.startswith("language_model.") and ".q_proj." in key]:
+        q, k, v = (tensors.pop(key.replace("q_proj", f"{part}_proj")) for part in "qkv")
+        group, rows = len(q) // key_value_heads, []
+        for head in range(key_value_heads):
+            rows.append(q[head * group : (head + 1) * group])
+            rows += [part[head * head_dim : (head + 1) * head_dim] for part in (k, v)]
+        found[key.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(rows)
+    for key, tensor in tensors.items():
+        if key.startswith("language_model."):
+            for stock, other in INTERNLM2_NAMES.items():
+                key = key.replace(f".{stock}.", f".{other}.")
+        found[key] = tensor
+    return found
+
+
 def original_config(config: InternVLConfig, **changes) -> dict:
     """What OpenGVLab's config.json says, as far as it matters, and some of what does not."""
     text, vision = config.text_config.to_dict(), config.vision_config
@@ -671,6 +702,26 @@ def test_original_layout(text: str, vision: str, tied: bool, original, folders, 
     assert torch.equal(again(**inputs).logits, stock.eval()(**inputs).logits)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_original_layout_with_internlm2(bias: bool, original, tmp_path):
+    """A Llama whose q, k and v are fused group by group."""
+    config = configuration("llama")
+    config.text_config.attention_bias = bias
+    stock = InternVLForConditionalGeneration(config)
+    randomise(stock)
+    expected = export(stock, tmp_path / "stock")
+    text = original_config(config)["llm_config"]
+    text.update(architectures=["InternLM2ForCausalLM"], model_type="internlm2", bias=text.pop("attention_bias"))
+    text["rope_scaling"] = {"type": "dynamic", "factor": 2.0}
+    source = original({"llm_config": text}, text="llama")
+    write_tensors(source, internlm2_layout(original_layout(expected)))
+    native = LigerInternVLForConditionalGeneration.from_pretrained(source)
+    assert native.config.text_config.rope_parameters["rope_type"] == "dynamic"
+    assert_same_tensors(export(native, tmp_path / "native"), expected)
+    compare((stock.eval(), native.eval()), **inputs_of(IMAGES["tiles"]))
+    assert_same_tensors(LigerInternVLModel.from_pretrained(source).state_dict(), native.model.state_dict())
+
+
 def test_original_configuration(original):
     source = original(
         {"downsample_ratio": 0.25, "force_image_size": 16, "select_layer": -2},
@@ -717,7 +768,7 @@ def _changed(part: str, **changes) -> dict:
     [
         ({"ps_version": "v1"}, "ps_version 'v1'"),
         ({"use_llm_lora": 16}, "use_llm_lora: merge the adapters"),
-        (_changed("llm_config", architectures=["InternLM2ForCausalLM"]), "InternLM2ForCausalLM, whose original layout"),
+        (_changed("llm_config", architectures=["Phi3ForCausalLM"]), "Phi3ForCausalLM, whose original layout"),
         (_changed("vision_config", layer_norm_eps=1e-5), "epsilon of 1e-05"),
     ],
     ids=["pixel shuffle", "adapters", "text model", "epsilon"],
@@ -753,22 +804,29 @@ def test_encoder_alone(folders, tmp_path):
     assert_same_tensors(export(native, tmp_path / "native"), read_tensors(tmp_path / "tower"))
 
 
-@pytest.mark.parametrize("part", ["vision", "projector", "text"])
-@pytest.mark.parametrize("layout", ["stock", "original"])
-def test_missing_and_extra_keys_are_named(layout: str, part: str, folders, original, tmp_path):
-    stock = {"vision": "vision_tower.", "projector": "multi_modal_projector.", "text": "language_model."}
-    source = folders()
-    if layout == "original":
-        source, stock = original(), {"vision": "vision_model.", "projector": "mlp1.", "text": "language_model."}
+@pytest.mark.parametrize(
+    "layout, missing, named",
+    [
+        ("stock", "vision_tower.encoder.layer.1.attention.k_proj.weight", "1.attention.k_proj.weight"),
+        ("stock", "multi_modal_projector.linear_2.bias", "multi_modal_projector.linear_2.bias"),
+        ("stock", "language_model.model.layers.1.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight"),
+        ("original", "vision_model.encoder.layers.1.attn.qkv.weight", "1.attention.k_proj.weight"),
+        ("original", "vision_model.embeddings.class_embedding", "vision_tower.embeddings.cls_token"),
+        ("original", "mlp1.3.bias", "multi_modal_projector.linear_2.bias"),
+        ("original", "language_model.model.layers.1.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight"),
+    ],
+)
+def test_missing_and_extra_keys_are_named(layout: str, missing: str, named: str, folders, original, tmp_path):
+    source = original() if layout == "original" else folders()
     tensors = read_tensors(source)
     (tmp_path / "config.json").write_text((source / "config.json").read_text())
-    keys = [key for key in tensors if key.startswith(stock[part])]
-    missing = next((key for key in keys if "k_proj.weight" in key), keys[-1])
     write_tensors(tmp_path, {name: tensor for name, tensor in tensors.items() if name != missing})
-    with pytest.raises(CheckpointError, match="missing key"):
+    assert missing in tensors
+    with pytest.raises(CheckpointError, match=rf"missing key .*{re.escape(named)}"):
         LigerInternVLForConditionalGeneration.from_pretrained(tmp_path)
-    write_tensors(tmp_path, {**tensors, f"{stock[part]}extra.weight": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=r"unexpected key .*extra\.weight"):
+    extra = f"{missing.partition('.')[0]}.extra.weight"
+    write_tensors(tmp_path, {**tensors, extra: torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=rf"unexpected key .*{re.escape(extra)}"):
         LigerInternVLForConditionalGeneration.from_pretrained(tmp_path)
 
 
