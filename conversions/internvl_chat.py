@@ -42,7 +42,8 @@ _TEXT_TYPES = {
     "Qwen3ForCausalLM": ("qwen3", 151671),
 }
 _IMAGE_TOKEN = "<IMG_CONTEXT>"
-# Legacy names that text configurations take beside their fields, and fields that say nothing of the architecture.
+# Legacy names that text configurations take beside their fields, and fields that say nothing of the architecture (training
+# scripts have left the cache off).
 _TEXT_LEGACY = {"rope_theta", "rope_scaling"}
 _TEXT_IGNORED = {"architectures", "transformers_version", "dtype", "use_cache", "return_dict"}
 
@@ -157,7 +158,7 @@ def _text_options(model_type: str, original: dict[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in original.items() if name in known | _TEXT_LEGACY}
     if has_grouped_rows({"llm_config": original}):
         options["attention_bias"] = original.get("bias", True)
-    return {**options, "model_type": model_type, "use_cache": True}  # training scripts leave the cache off
+    return {**options, "model_type": model_type}
 
 
 def _image_token(source: Any, options: dict[str, Any]) -> int | None:

@@ -166,7 +166,7 @@ class LigerInternVLModel(_ReadsOriginalLayout, LigerMultimodalModel):
         strategy = vision_feature_select_strategy or self.config.vision_feature_select_strategy
         if layer != -1:
             kwargs["output_hidden_states"] = True
-        outputs = self.vision_tower(pixel_values=pixel_values.to(self.dtype), return_dict=True, **kwargs)
+        outputs = self.vision_tower(pixel_values=pixel_values, return_dict=True, **kwargs)
         patches = outputs.last_hidden_state if layer == -1 else outputs.hidden_states[layer]
         if strategy == "default":
             patches = patches[:, 1:]

@@ -30,6 +30,7 @@ from transformers import (
 
 import liger_models
 from liger_models import LigerInternVLForConditionalGeneration, LigerInternVLModel, LigerInternVLVisionModel, ops
+from liger_models.conversions.internvl_chat import read_original, translated_configuration
 from liger_models.layers.vision import LigerNormedVisionAttention
 from liger_models.models.internvl_vision import LigerInternVLVisionBlock
 from liger_models.pretrained import CheckpointError
@@ -192,7 +193,7 @@ def test_features_in_place_of_pixels(models):
         native(**inputs, mm_encoder_outputs={"image": features})
 
 
-@pytest.mark.parametrize("size", [(16, 16), (4, 4), (8, 12)], ids=str)
+@pytest.mark.parametrize("size", [(16, 16), (4, 4), (8, 12), (4, 16)], ids=str)
 def test_positions_are_stretched_over_images_of_another_size(size, models):
     stock, native = (model.model.vision_tower for model in models())
     pixels = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
@@ -743,6 +744,24 @@ def test_original_configuration(original):
     assert config.vision_config._attn_implementation == config.text_config._attn_implementation == "sdpa"
     given = LigerInternVLForConditionalGeneration.from_pretrained(source, image_token_id=7, dtype=torch.bfloat16)
     assert given.config.image_token_id == 7 and given.dtype == torch.bfloat16
+    given = LigerInternVLForConditionalGeneration.from_pretrained(source, config=expected)
+    assert given.config.image_token_id == IMAGE
+    native = LigerInternVLForConditionalGeneration.from_pretrained(original({"torch_dtype": "bfloat16"}))
+    assert native.dtype == torch.bfloat16  # transformers' default is the checkpoint's
+
+
+def test_what_an_original_configuration_leaves_out_is_the_originals_default(tmp_path):
+    """InternVisionConfig's defaults, which are not those of the stock class."""
+    text = original_config(configuration())["llm_config"]
+    original = {"model_type": "internvl_chat", "ps_version": "v2", "vision_config": {"dropout": 0.1}, "llm_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(original))
+    config, rest = translated_configuration(tmp_path, read_original(tmp_path, {}), {}, {"image_token_id": 5, "dtype": "auto"})
+    vision = config.vision_config
+    assert (vision.hidden_size, vision.num_hidden_layers, vision.num_attention_heads) == (3200, 48, 25)
+    assert (vision.norm_type, vision.use_qk_norm, vision.attention_bias) == ("rms_norm", True, False)
+    assert (vision.projection_dropout, vision.attention_dropout, vision.hidden_dropout_prob) == (0.1, 0.0, 0.0)
+    assert (config.image_token_id, config.image_seq_length) == (5, (224 // 14) ** 2 // 4)
+    assert rest == {"dtype": "auto"}
 
 
 @pytest.mark.parametrize(
@@ -871,7 +890,7 @@ def test_a_new_model_has_the_stock_distribution():
 
 
 def test_trainer_gives_the_stock_losses(models, tmp_path):
-    """Of gradient accumulation over batches with unequal numbers of labels, and of evaluation: the Trainer sends
+    """O3: of gradient accumulation over batches with unequal numbers of labels, and of evaluation: the Trainer sends
     num_items_in_batch to both."""
     losses, evaluated, rows = [], [], []
     for seed, places in enumerate((((2, 2),), ((5, 1),), ((3, 1),), ((1, 1), (11, 1)))):
