@@ -64,6 +64,23 @@ def has_grouped_rows(original: dict[str, Any]) -> bool:
     return _text_architecture(original) == "InternLM2ForCausalLM"
 
 
+def refuse_unsupported(source: Any, original: dict[str, Any]) -> None:
+    """Refuse what no configuration could make right.
+
+    Raises:
+        NotImplementedError: the original does something that the stock class does not.
+    """
+    version = original.get("ps_version", "v1")
+    if version != "v2":
+        raise NotImplementedError(
+            f"{source}: ps_version {version!r} joins patches in transposed order, and the stock class has no such order. Only "
+            f"'v2' (InternVL 2 and later) is supported"
+        )
+    adapters = [name for name in ("use_backbone_lora", "use_llm_lora") if original.get(name)]
+    if adapters:
+        raise NotImplementedError(f"{source}: {', '.join(adapters)}: merge the adapters and save the model without them first")
+
+
 def translated_configuration(
     source: Any, original: dict[str, Any], options: dict[str, Any], overrides: dict[str, Any]
 ) -> tuple[InternVLConfig, dict[str, Any]]:
@@ -97,7 +114,6 @@ def translated_configuration(
 
 def _model_options(source: Any, original: dict[str, Any]) -> dict[str, Any]:
     """The stock configuration's options beside those of its text model."""
-    _refuse(source, original)
     vision = _vision_options(source, original.get("vision_config") or {})
     ratio = original.get("downsample_ratio", 0.5)
     patches = (original.get("force_image_size") or vision["image_size"]) // vision["patch_size"]
@@ -110,18 +126,6 @@ def _model_options(source: Any, original: dict[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": bool((original.get("llm_config") or {}).get("tie_word_embeddings", False)),
         "dtype": original.get("dtype") or original.get("torch_dtype"),
     }
-
-
-def _refuse(source: Any, original: dict[str, Any]) -> None:
-    version = original.get("ps_version", "v1")
-    if version != "v2":
-        raise NotImplementedError(
-            f"{source}: ps_version {version!r} joins patches in transposed order, and the stock class has no such order. Only "
-            f"'v2' (InternVL 2 and later) is supported"
-        )
-    adapters = [name for name in ("use_backbone_lora", "use_llm_lora") if original.get(name)]
-    if adapters:
-        raise NotImplementedError(f"{source}: {', '.join(adapters)}: merge the adapters and save the model without them first")
 
 
 def _vision_options(source: Any, original: dict[str, Any]) -> dict[str, Any]:

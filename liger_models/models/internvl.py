@@ -14,7 +14,12 @@ from transformers.utils import can_return_tuple
 
 from liger_models.compat import image_fields, named_cache, takes_cache
 from liger_models.conversions.internvl import HEAD_MAPPING, MAPPING, ORIGINAL_LAYOUT, ungrouped_rows
-from liger_models.conversions.internvl_chat import has_grouped_rows, read_original, translated_configuration
+from liger_models.conversions.internvl_chat import (
+    has_grouped_rows,
+    read_original,
+    refuse_unsupported,
+    translated_configuration,
+)
 from liger_models.decoder import LigerDecoderModel
 from liger_models.layers.attention import LigerAttention
 from liger_models.models.internvl_vision import LigerInternVLVisionModel
@@ -92,6 +97,7 @@ class _ReadsOriginalLayout(LigerPreTrainedModel):
         original = None if described is None else read_original(described, options)
         if original is None:
             return super().from_pretrained(source, *model_args, **kwargs)
+        refuse_unsupported(described, original)
         if described is not source or given is None:
             config, kwargs = translated_configuration(described, original, options, kwargs)
             kwargs["config"] = config

@@ -85,7 +85,7 @@ class LigerInternVLVisionModel(LigerPreTrainedModel):
     base_model_prefix = "internvl_vision"
     main_input_name = "pixel_values"
     input_modalities = ("image", "video")
-    _no_split_modules: ClassVar[list[str]] = ["LigerInternVLVisionBlock"]
+    _no_split_modules: ClassVar[list[str]] = ["LigerInternVLVisionBlock", "LigerClassTokenEmbedding"]
     _can_record_outputs: ClassVar[dict[str, type]] = {
         "hidden_states": LigerInternVLVisionBlock,
         "attentions": LigerNormedVisionAttention,

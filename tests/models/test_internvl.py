@@ -797,6 +797,16 @@ def test_original_checkpoints_that_are_refused(changes: dict, message: str, orig
         LigerInternVLForConditionalGeneration.from_pretrained(original(changes, vision="6B"))
 
 
+def test_a_given_configuration_does_not_lift_a_refusal(original):
+    with pytest.raises(NotImplementedError, match="ps_version 'v1'"):
+        LigerInternVLForConditionalGeneration.from_pretrained(original({"ps_version": "v1"}), config=configuration())
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(OSError, match="nothing"):
+        LigerInternVLForConditionalGeneration.from_pretrained(tmp_path / "nothing")
+
+
 def test_no_code_of_an_original_checkpoint_is_run(original):
     source = original()
     (source / "configuration_internvl_chat.py").write_text("raise AssertionError('code of a checkpoint was run')")
