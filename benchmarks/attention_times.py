@@ -8,15 +8,13 @@ README.md in this folder says what is measured.
 
 import argparse
 import itertools
-import json
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from environment import add_output_arguments, describe, environment, markdown_table
+from environment import add_output_arguments, describe, environment, markdown_table, recorded, write_report
+from timing import milliseconds
 from torch import Tensor
 from triton.errors import TritonError
 
@@ -61,14 +59,14 @@ LARGE = tuple(name for name in SHAPES if not name.startswith("tiny"))
 
 def main() -> None:
     options = parse()
-    report = {"environment": environment(options.device, options.commit), "options": vars(options), "rows": []}
+    report = {"environment": environment(options.device, options.commit), "options": recorded(options), "rows": []}
     for name in options.shapes:
         torch.manual_seed(options.seed)
         tensors = inputs(SHAPES[name], options.device)
         rows = sweep(SHAPES[name], tensors) if options.sweep else compare(SHAPES[name], tensors, options)
         for row in rows:
             report["rows"].append({"shape": name, **row})
-            write(report, Path(options.output))  # after each row: what is measured stays
+            write_report(report, options.output, markdown(report))  # after each row: what is measured stays
     print(markdown(report))
 
 
@@ -188,7 +186,10 @@ def measure(shape: Shape, function: Callable, tensors: dict[str, Tensor], dy: Te
 
     results = first_group(shape, {"output": output.detach(), **dict(zip(tensors, backward()))})
     errors = {name: ((results[name].double() - value).norm() / value.norm()).item() for name, value in expected.items()}
-    times = {"forward": milliseconds(forward, dy.device), "backward": milliseconds(backward, dy.device)}
+    times = {
+        "forward": milliseconds(forward, dy.device.type, warmup=25, rep=100),
+        "backward": milliseconds(backward, dy.device.type, warmup=25, rep=100),
+    }
     # q·k and weights·v; backwards five products, whatever an implementation computes again
     operations = {"forward": 4 * shape.head_dim * shape.visible, "backward": 10 * shape.head_dim * shape.visible}
     return {
@@ -221,21 +222,6 @@ def first_group_in_float64(shape: Shape, tensors: dict[str, Tensor], dy: Tensor)
     )
     gradients = torch.autograd.grad(output, list(part.values()), dy[:1, :, :group].double())
     return {"output": output.detach(), **dict(zip(part, gradients))}
-
-
-def milliseconds(function: Callable, device: torch.device) -> float:
-    """Median time of a call: events around calls with the cache cleared before each, or the host's clock."""
-    if device.type == "cpu":
-        function()
-        times = []
-        for _ in range(5):
-            started = time.perf_counter()
-            function()
-            times.append((time.perf_counter() - started) * 1000)
-        return statistics.median(times)
-    from triton.testing import do_bench
-
-    return do_bench(function, warmup=25, rep=100, return_mode="median")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,7 +269,7 @@ def time_kernel(shape: Shape, kernel: str, tensors: dict[str, Tensor]) -> float:
         return milliseconds(lambda: function(**given), tensors["q"].device)
     output = function(**given)
     leaves, dy = [given[name] for name in wanted], torch.ones_like(output)
-    return milliseconds(lambda: torch.autograd.grad(output, leaves, dy, retain_graph=True), dy.device)
+    return milliseconds(lambda: torch.autograd.grad(output, leaves, dy, retain_graph=True), dy.device.type, warmup=25, rep=100)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -292,12 +278,6 @@ def time_kernel(shape: Shape, kernel: str, tensors: dict[str, Tensor]) -> float:
 HEADER = [
     "shape", "provider", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "both ms", "largest error",
 ]  # fmt: skip
-
-
-def write(report: dict, output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=1) + "\n")
-    output.with_suffix(".md").write_text(markdown(report) + "\n")
 
 
 def markdown(report: dict) -> str:

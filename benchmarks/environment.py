@@ -1,11 +1,13 @@
-"""What a result was measured on: device, driver, versions, commit and date."""
+"""What a result was measured on (device, driver, versions, commit and date), and how it is written."""
 
 import argparse
+import json
 import platform
 import shutil
 import subprocess
 from datetime import datetime, timezone
 from importlib import metadata
+from pathlib import Path
 
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel")
 
@@ -39,6 +41,23 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 def describe(environment_: dict) -> str:
     """The environment as one line of text."""
     return ", ".join(f"{name} {value}" for name, value in environment_.items() if value is not None)
+
+
+def recorded(options: argparse.Namespace) -> dict:
+    """The options that a result keeps: all but where files lie on the machine, and what a worker process is told."""
+    return {
+        name: value
+        for name, value in vars(options).items()
+        if name not in ("output", "profile") and not name.startswith("worker")
+    }
+
+
+def write_report(report: dict, output: str, markdown: str) -> None:
+    """The report as JSON, and its table next to it."""
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown + "\n")
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, output: str) -> None:

@@ -6,18 +6,16 @@ README.md in this folder says what is measured.
 """
 
 import argparse
-import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")  # Liger-Kernel reads it when it is imported
 
 import torch
-from environment import add_output_arguments, describe, environment, markdown_table
+from environment import add_output_arguments, describe, environment, markdown_table, recorded, write_report
+from timing import milliseconds
 from torch import Tensor, nn
 from triton.errors import TritonError
 
@@ -61,12 +59,12 @@ LARGE = tuple(name for name in SHAPES if not name.startswith("tiny"))
 
 def main() -> None:
     options = parse()
-    report = {"environment": environment(options.device, options.commit), "options": vars(options), "rows": []}
+    report = {"environment": environment(options.device, options.commit), "options": recorded(options), "rows": []}
     for name in options.shapes:
         torch.manual_seed(options.seed)
         for row in compare(SHAPES[name], options):
             report["rows"].append({"shape": name, **row})
-            write(report, Path(options.output))  # after each row: what is measured stays
+            write_report(report, options.output, markdown(report))  # after each row: what is measured stays
     print(markdown(report))
 
 
@@ -209,9 +207,11 @@ def measure(shape: Shape, function: Callable, layout: Callable, tensors: dict, d
     errors = {name: relative_error(results[name], layout(name, value)) for name, value in expected.items()}
     del output, results
     memory = extra_memory(lambda: torch.autograd.grad(forward(), leaves, dy), dy.device)
-    times = {"forward": milliseconds(forward, dy.device)}
+    times = {"forward": milliseconds(forward, dy.device.type, warmup=50, rep=300)}
     output = forward()
-    times["backward"] = milliseconds(lambda: torch.autograd.grad(output, leaves, dy, retain_graph=True), dy.device)
+    times["backward"] = milliseconds(
+        lambda: torch.autograd.grad(output, leaves, dy, retain_graph=True), dy.device.type, warmup=50, rep=300
+    )
     operations = {"forward": shape.operations, "backward": 2 * shape.operations}
     return {
         **{f"{part}_ms": value for part, value in times.items()},
@@ -246,33 +246,12 @@ def extra_memory(function: Callable, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def milliseconds(function: Callable, device: torch.device) -> float:
-    """Median time of a warm call: events around calls with the cache cleared before each, or the host's clock."""
-    if device.type == "cpu":
-        function()
-        times = []
-        for _ in range(5):
-            started = time.perf_counter()
-            function()
-            times.append((time.perf_counter() - started) * 1000)
-        return statistics.median(times)
-    from triton.testing import do_bench
-
-    return do_bench(function, warmup=50, rep=300, return_mode="median")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Report
 
 HEADER = [
     "shape", "provider", "forward ms", "TFLOP/s", "backward ms", "TFLOP/s", "both ms", "extra GiB", "largest error",
 ]  # fmt: skip
-
-
-def write(report: dict, output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=1) + "\n")
-    output.with_suffix(".md").write_text(markdown(report) + "\n")
 
 
 def markdown(report: dict) -> str:

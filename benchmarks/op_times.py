@@ -7,15 +7,13 @@ Face package of that name.)
 """
 
 import argparse
-import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+import timing
 import torch
-from environment import add_output_arguments, describe, environment, markdown_table
+from environment import add_output_arguments, describe, environment, markdown_table, recorded, write_report
 from torch import Tensor
 from triton.errors import TritonError
 
@@ -77,7 +75,7 @@ class Case:
 def main() -> None:
     options = parse()
     size = SIZES[options.size]
-    report = {"environment": environment(options.device, options.commit), "options": vars(options), "rows": []}
+    report = {"environment": environment(options.device, options.commit), "options": recorded(options), "rows": []}
     for name in options.ops:
         for provider in options.providers if name in contracts() else ():
             started = time.perf_counter()
@@ -85,10 +83,7 @@ def main() -> None:
             report["rows"].append({**row, "seconds": round(time.perf_counter() - started, 2)})
         if name not in contracts():
             report["rows"].append({"op": name, "provider": "any", "error": "the kernel set has no such op yet"})
-        output = Path(options.output)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(report, indent=1) + "\n")  # after each op: what is measured stays
-        output.with_suffix(".md").write_text(markdown(report) + "\n")
+        write_report(report, options.output, markdown(report))  # after each op: what is measured stays
     print(markdown(report))
 
 
@@ -417,19 +412,11 @@ def output_gradients(outputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 def milliseconds(function: Callable, device: str, graph: bool) -> tuple[float, str]:
     """Median time of a call and how it was taken: replays of a CUDA graph, events around calls, or the host's clock."""
-    if device == "cpu":
-        function()
-        times = []
-        for _ in range(5):
-            started = time.perf_counter()
-            function()
-            times.append((time.perf_counter() - started) * 1000)
-        return statistics.median(times), "host clock"
-    from triton.testing import do_bench, do_bench_cudagraph
+    if device != "cpu" and graph:
+        from triton.testing import do_bench_cudagraph
 
-    if graph:
         return do_bench_cudagraph(function, rep=5, return_mode="median"), "graph"
-    return do_bench(function, warmup=10, rep=60, return_mode="median"), "events"
+    return timing.milliseconds(function, device, warmup=10, rep=60), "host clock" if device == "cpu" else "events"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ def refuse_unsupported(source: Any, original: dict[str, Any]) -> None:
             f"{source}: ps_version {version!r} joins patches in transposed order, and the stock class has no such order. Only "
             f"'v2' (InternVL 2 and later) is supported"
         )
+    if original.get("quantization_config"):
+        raise NotImplementedError(f"{source}: quantised weights are not read in the original layout; take the unquantised ones")
     adapters = [name for name in ("use_backbone_lora", "use_llm_lora") if original.get(name)]
     if adapters:
         raise NotImplementedError(f"{source}: {', '.join(adapters)}: merge the adapters and save the model without them first")

@@ -20,11 +20,18 @@ def packed(owner: str, packed_name: str, part_names: Sequence[str]) -> WeightCon
     """The mapping `<owner>.<part>.weight` (and `.bias`) for each part <-> `<owner>.<packed_name>.weight` (and `.bias`)."""
     # The look-ahead leaves an adapter's keys (`q_proj.lora_A.weight`) alone.
     sources = [rf"{owner}\.{part}(?=\.weight$|\.bias$)" for part in part_names]
-    return WeightConverter(sources, f"{owner}.{packed_name}", operations=[PackRows()])
+    return WeightConverter(sources, f"{owner}.{packed_name}", operations=[PackRows(part_names)])
 
 
 class PackRows(ConversionOps):
-    """Parts' rows, one below the other, in the order of the declaration."""
+    """Parts' rows, one below the other, in the order of the declaration.
+
+    Args:
+        part_names: the parts' stock names.
+    """
+
+    def __init__(self, part_names: Sequence[str]):
+        self.part_names = tuple(part_names)
 
     def convert(
         self,
@@ -60,11 +67,14 @@ class PackRows(ConversionOps):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        return UnpackRows()
+        return UnpackRows(self.part_names)
 
 
 class UnpackRows(ConversionOps):
     """A packed layer's rows, split into its parts."""
+
+    def __init__(self, part_names: Sequence[str]):
+        self.part_names = tuple(part_names)
 
     def convert(
         self,
@@ -87,7 +97,7 @@ class UnpackRows(ConversionOps):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        return PackRows()
+        return PackRows(self.part_names)
 
 
 def _owner(model: nn.Module, key: str) -> nn.Module:

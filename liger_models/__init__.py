@@ -14,9 +14,11 @@ _FAMILIES = {
     "llama": "LigerLlama",
     "qwen2": "LigerQwen2",
     "qwen3": "LigerQwen3",
+    "qwen3_moe": "LigerQwen3Moe",
     "gemma": "LigerGemma",
     "gemma2": "LigerGemma2",
     "gemma3": "LigerGemma3",
+    "gpt_oss": "LigerGptOss",
     "glm": "LigerGlm",
     "glm4": "LigerGlm4",
 }
@@ -27,7 +29,6 @@ _MODULE_OF = {
     "LigerGemma3ForConditionalGeneration": "liger_models.models.gemma3_multimodal",
     "LigerInternVLModel": "liger_models.models.internvl",
     "LigerInternVLForConditionalGeneration": "liger_models.models.internvl",
-    "LigerInternVLVisionModel": "liger_models.models.internvl_vision",
     "LigerAutoModelForCausalLM": "liger_models.auto",
     "register_auto_models": "liger_models.auto",
     "unregister_auto_models": "liger_models.auto",
@@ -45,11 +46,16 @@ if TYPE_CHECKING:
     from liger_models.models.gemma3_multimodal import LigerGemma3ForConditionalGeneration, LigerGemma3MultimodalModel
     from liger_models.models.glm import LigerGlmForCausalLM, LigerGlmForSequenceClassification, LigerGlmModel
     from liger_models.models.glm4 import LigerGlm4ForCausalLM, LigerGlm4ForSequenceClassification, LigerGlm4Model
+    from liger_models.models.gpt_oss import LigerGptOssForCausalLM, LigerGptOssForSequenceClassification, LigerGptOssModel
     from liger_models.models.internvl import LigerInternVLForConditionalGeneration, LigerInternVLModel
-    from liger_models.models.internvl_vision import LigerInternVLVisionModel
     from liger_models.models.llama import LigerLlamaForCausalLM, LigerLlamaForSequenceClassification, LigerLlamaModel
     from liger_models.models.qwen2 import LigerQwen2ForCausalLM, LigerQwen2ForSequenceClassification, LigerQwen2Model
     from liger_models.models.qwen3 import LigerQwen3ForCausalLM, LigerQwen3ForSequenceClassification, LigerQwen3Model
+    from liger_models.models.qwen3_moe import (
+        LigerQwen3MoeForCausalLM,
+        LigerQwen3MoeForSequenceClassification,
+        LigerQwen3MoeModel,
+    )
 
 
 def __getattr__(name: str):

@@ -19,9 +19,11 @@ FAMILIES = {
     "llama": ("liger_models.models.llama", "LigerLlama"),
     "qwen2": ("liger_models.models.qwen2", "LigerQwen2"),
     "qwen3": ("liger_models.models.qwen3", "LigerQwen3"),
+    "qwen3_moe": ("liger_models.models.qwen3_moe", "LigerQwen3Moe"),
     "gemma": ("liger_models.models.gemma", "LigerGemma"),
     "gemma2": ("liger_models.models.gemma2", "LigerGemma2"),
     "gemma3_text": ("liger_models.models.gemma3", "LigerGemma3"),
+    "gpt_oss": ("liger_models.models.gpt_oss", "LigerGptOss"),
     "glm": ("liger_models.models.glm", "LigerGlm"),
     "glm4": ("liger_models.models.glm4", "LigerGlm4"),
 }

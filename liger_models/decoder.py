@@ -14,7 +14,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import can_return_tuple
+from transformers.utils import ModelOutput, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -103,6 +103,7 @@ class LigerDecoderModel(LigerPreTrainedModel):
     rotary_emb: nn.Module
     #: For each block the kind of mask and rotation it gets: "full_attention", "sliding_attention".
     layer_types: Sequence[str]
+    output_class: ClassVar[type[ModelOutput]] = BaseModelOutputWithPast
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
@@ -171,7 +172,7 @@ class LigerDecoderModel(LigerPreTrainedModel):
         }
         for block, kind in zip(self.layers, self.layer_types):
             hidden_states = block(hidden_states, attention_mask=masks[kind], position_embeddings=rotations[kind], **context)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **named_cache(cache))
+        return self.output_class(last_hidden_state=self.norm(hidden_states), **named_cache(cache))
 
     def _rotations(self, hidden_states: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """For each kind of layer the cosines and sines of the positions."""
@@ -368,9 +369,9 @@ class LigerDecoderForCausalLM(LigerPreTrainedModel, LigerLanguageModelHead, Gene
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **named_cache(cache),
-            **kwargs,
+            **self._base_options(kwargs),
         )
-        return self._head_outputs(
+        output = self._head_outputs(
             outputs,
             labels=labels,
             shift_labels=shift_labels,
@@ -382,6 +383,15 @@ class LigerDecoderForCausalLM(LigerPreTrainedModel, LigerLanguageModelHead, Gene
             return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
         )
+        return self._complete(output, outputs, attention_mask)
+
+    def _base_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The base model's further arguments, of the caller's."""
+        return options
+
+    def _complete(self, output: LigerCausalLMOutput, outputs: ModelOutput, attention_mask: Any) -> ModelOutput:
+        """The head's output with what a family adds from the base model's."""
+        return output
 
 
 class LigerDecoderForSequenceClassification(GenericForSequenceClassification, LigerPreTrainedModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +23,9 @@ from transformers.core_model_loading import WeightConverter
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
+from liger_models.layers.attention import LigerAttention
 from liger_models.layers.linear import PackedLinear
+from liger_models.layers.moe import LigerClampedExperts, LigerExperts, LigerSoftmaxTopKRouter, LigerTopKSoftmaxRouter
 from liger_models.layers.norm import LigerRMSNorm
 
 logger = logging.get_logger(__name__)
@@ -44,6 +47,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         checkpoint_mapping: the family's weight mapping (on the base model's class; heads inherit it).
         new_keys: parameters that a checkpoint may lack because they belong to a new head.
         unused_keys: keys that a checkpoint may have because they belong to another head.
+        weight_formats: the formats in which the class reads and writes checkpoints: "stock", and quantised ones ("mxfp4").
         model_class: of a head, the class of its base model, from which it has its configuration class, the modules that are
             not split over devices, and whether scaled_dot_product_attention can serve.
     """
@@ -52,6 +56,12 @@ class LigerPreTrainedModel(PreTrainedModel):
     checkpoint_mapping: ClassVar[list | None] = None
     new_keys: ClassVar[frozenset[str]] = frozenset()
     unused_keys: ClassVar[frozenset[str]] = frozenset()
+    weight_formats: ClassVar[tuple[str, ...]] = ("stock",)
+
+    #: The format in which a checkpoint is being written.
+    weight_format = "stock"
+    #: The configuration's `quantization_config` in the checkpoint that was loaded, if its weights were dequantised.
+    stored_quantization: dict[str, Any] | None = None
 
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -64,7 +74,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         base = cls.__dict__.get("model_class")
         if base is not None:
             cls.config_class, cls._no_split_modules = base.config_class, base._no_split_modules
-            cls._supports_sdpa = base._supports_sdpa
+            cls._supports_sdpa, cls.weight_formats = base._supports_sdpa, base.weight_formats
         super().__init_subclass__(**kwargs)
         # transformers looks the mapping up by class name. Subclasses have other names, also the class that FSDP2 makes.
         if cls.checkpoint_mapping is not None:
@@ -101,6 +111,15 @@ class LigerPreTrainedModel(PreTrainedModel):
                 initialization.zeros_(module.bias)
         elif isinstance(module, LigerRMSNorm):
             initialization.constant_(module.weight, 1.0 - module.offset)
+        elif isinstance(module, (LigerExperts, LigerClampedExperts)):
+            for parameter in module.parameters(recurse=False):
+                std = self.config.initializer_range if parameter.dim() == 3 else 0.0  # biases are zero
+                initialization.normal_(parameter, mean=0.0, std=std)
+        elif isinstance(module, (LigerSoftmaxTopKRouter, LigerTopKSoftmaxRouter)):
+            for parameter in module.parameters(recurse=False):
+                initialization.normal_(parameter, mean=0.0, std=self.config.initializer_range)
+        elif isinstance(module, LigerAttention) and module.sinks is not None:
+            initialization.normal_(module.sinks, mean=0.0, std=self.config.initializer_range)
         else:
             super()._init_weights(module)
 
@@ -116,6 +135,8 @@ class LigerPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
         """Load a stock checkpoint: every argument as in transformers, but every key has to be accounted for.
 
+        Quantised weights in one of the class's `weight_formats` are dequantised to the model's dtype.
+
         Raises:
             CheckpointError: a key is missing, unexpected or has a wrong shape; a file is not readable; or the checkpoint
                 belongs to another architecture.
@@ -123,13 +144,22 @@ class LigerPreTrainedModel(PreTrainedModel):
                 packed weights in the wrong places.
         """
         _refuse_loading(cls, kwargs)
-        _check_model_type(cls, pretrained_model_name_or_path, kwargs)
+        stored = _checked_configuration(cls, pretrained_model_name_or_path, kwargs)
+        quantization = stored.get("quantization_config")
+        if quantization is not None:
+            kwargs = _without_quantization(cls, pretrained_model_name_or_path, kwargs)
+        kwargs.pop("quantization_config", None)  # one that asks to dequantise, which happens anyway
         try:
-            return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+            with _one_weight_at_a_time() if quantization is not None else nullcontext():
+                loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         except SafetensorError as error:
             raise CheckpointError(
                 f"{pretrained_model_name_or_path}: a weight file is damaged or cut off ({error}); download or copy it again"
             ) from error
+        if quantization is not None:
+            model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info
+            model.stored_quantization = quantization
+        return loaded
 
     @staticmethod
     def _finalize_model_loading(model, load_config, loading_info):
@@ -146,7 +176,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         missing = sorted(loading_info.missing_keys - model.new_keys)
         unexpected = sorted(loading_info.unexpected_keys - model.unused_keys)
         problems = [f"missing key {stock}" for key in missing for stock in model._stock_keys(key)]
-        problems += [f"unexpected key {' or '.join(model._stock_keys(key))}" for key in unexpected]
+        problems += [f"unexpected key {' or '.join(dict.fromkeys([*model._stock_keys(key), key]))}" for key in unexpected]
         if problems:
             raise CheckpointError(_report(type(model), source, problems))
         return loading_info
@@ -155,17 +185,42 @@ class LigerPreTrainedModel(PreTrainedModel):
         """The keys in a stock checkpoint that a native key stands for: its own, or those of a packed layer's parts."""
         module_name, _, kind = key.rpartition(".")
         owner, _, name = module_name.rpartition(".")
-        parts = {n.rpartition(".")[2]: m.part_names for n, m in self.named_modules() if isinstance(m, PackedLinear)}
+        module = dict(self.named_modules()).get(module_name)
+        if isinstance(module, (LigerExperts, LigerClampedExperts)) and kind in module._parameters:
+            return [f"{module_name}.{stock}" for stock in module.stock_keys(kind)]
+        parts = {
+            conversion.target_patterns[0].rpartition(".")[2]: conversion.operations[0].part_names
+            for conversion in get_model_conversion_mapping(self, add_legacy=False)
+            if isinstance(conversion, WeightConverter) and hasattr(conversion.operations[0], "part_names")
+        }
         return [f"{owner}.{part}.{kind}" for part in parts.get(name, (name,))] if owner else [key]
 
     # -- saving -----------------------------------------------------------------------------------------------------
 
-    def save_pretrained(self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs) -> None:
-        """Write a stock checkpoint: stock keys, shapes and `architectures`. Arguments as in transformers.
+    def save_pretrained(
+        self,
+        save_directory,
+        is_main_process: bool = True,
+        push_to_hub: bool = False,
+        *,
+        weight_format: str = "stock",
+        **kwargs,
+    ) -> None:
+        """Write a stock checkpoint: stock keys, shapes and `architectures`. Arguments as in transformers, and:
+
+        Args:
+            weight_format: one of the class's `weight_formats`. "stock" writes every weight in its own dtype; "mxfp4"
+                quantises the experts as in the published GPT-OSS checkpoints, and gives experts that were loaded from MXFP4
+                and have not changed their own bits back.
 
         The files are written next to their place and moved there once all of them are whole, so a failure leaves the
         directory as it was.
         """
+        if weight_format not in self.weight_formats:
+            raise ValueError(
+                f"{type(self).__name__}.save_pretrained(weight_format={weight_format!r}): it writes "
+                f"{' and '.join(map(repr, self.weight_formats))}"
+            )
         if kwargs.get("distributed_checkpoint"):
             raise NotImplementedError(
                 "save_pretrained(distributed_checkpoint=True) would write packed weights: use torch.distributed.checkpoint for "
@@ -175,10 +230,17 @@ class LigerPreTrainedModel(PreTrainedModel):
         directory = Path(save_directory)
         if directory.is_file():
             raise NotADirectoryError(f"cannot save to {directory}: it is a file, not a directory")
-        with _staged(directory, commit=is_main_process) as stage:
-            super().save_pretrained(stage, is_main_process=is_main_process, **_without_hub(kwargs))
+        with staged(directory, commit=is_main_process) as stage:
+            self.weight_format = weight_format
+            try:
+                super().save_pretrained(stage, is_main_process=is_main_process, **_without_hub(kwargs))
+            finally:
+                self.weight_format = "stock"
             self.config.architectures = [self.stock_name]
-            _name_stock_architecture(stage, self.stock_name)
+            changes: dict[str, Any] = {"architectures": [self.stock_name]}
+            if weight_format != "stock":
+                changes["quantization_config"] = self.stored_quantization or {"quant_method": weight_format}
+            _change_configuration(stage, changes)
         if push_to_hub and is_main_process:
             _upload(self, directory, kwargs)
 
@@ -244,21 +306,70 @@ def _refuse_loading(cls: type, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _check_model_type(cls: type[LigerPreTrainedModel], source: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse another architecture's checkpoint: its keys may be the same and its mathematics not."""
+def _checked_configuration(cls: type[LigerPreTrainedModel], source: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The stored configuration. Refuses another architecture's checkpoint, whose keys may be the same and its mathematics not,
+    and weights in a format that the class does not read."""
     if source is None:  # from_pretrained(None, config=..., state_dict=...)
-        return
-    expected = cls.config_class.model_type
+        return {}
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
-        found = config.model_type
+        stored = {"model_type": config.model_type, "quantization_config": getattr(config, "quantization_config", None)}
     else:
         options = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-        found = PreTrainedConfig.get_config_dict(config if config is not None else source, **options)[0].get("model_type")
+        stored = PreTrainedConfig.get_config_dict(config if config is not None else source, **options)[0]
+    found, expected = stored.get("model_type"), cls.config_class.model_type
     if found is not None and found != expected:
         raise CheckpointError(
             f"{source} holds a model of type {found!r}, and {cls.__name__} reads {expected!r}: use the class of that family"
         )
+    quantization = stored.get("quantization_config")
+    if quantization is not None:
+        stored = {**stored, "quantization_config": _as_dict(quantization)}
+        method = stored["quantization_config"].get("quant_method")
+        if method not in cls.weight_formats:
+            raise NotImplementedError(
+                f"{source} holds weights quantised with {method!r}, which {cls.__name__} does not read: load it with the stock "
+                f"class, dequantise it, save_pretrained it, and load that directory"
+            )
+    return stored
+
+
+def _as_dict(quantization: Any) -> dict[str, Any]:
+    return dict(quantization) if isinstance(quantization, dict) else quantization.to_dict()
+
+
+def _without_quantization(cls: type[LigerPreTrainedModel], source: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of from_pretrained, with a configuration that does not speak of quantised weights: transformers would
+    replace modules by quantised ones, and the family's mapping dequantises by itself."""
+    kwargs = {name: value for name, value in kwargs.items() if name != "quantization_config"}
+    config = kwargs.pop("config", None)
+    if isinstance(config, PreTrainedConfig):
+        config = copy.deepcopy(config)
+    else:
+        hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+        # A configuration would take it as its own, "auto" too.
+        dtype = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
+        place = source if config is None else config
+        config, kwargs = cls.config_class.from_pretrained(place, return_unused_kwargs=True, **kwargs)
+        kwargs = {**hub, **dtype, **kwargs}
+    del config.quantization_config
+    return {**kwargs, "config": config}
+
+
+@contextmanager
+def _one_weight_at_a_time() -> Iterator[None]:
+    """transformers reads files ahead of the conversion, in other threads and without a bound: quantised tensors, which are
+    quick to read and slow to dequantise, would pile up in memory. Its switch for that is an environment variable."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _last_line(conversion_error: str) -> str:
@@ -277,7 +388,7 @@ _WEIGHT_FILE = re.compile(r"(pytorch_)?model(\.[^/]*)?(-\d{5}-of-\d{5})?\.(safet
 
 
 @contextmanager
-def _staged(directory: Path, *, commit: bool) -> Iterator[Path]:
+def staged(directory: Path, *, commit: bool) -> Iterator[Path]:
     """A temporary directory whose files move to `directory` once the block has ended without an error."""
     existed = directory.exists()
     parent = directory if existed else directory.absolute().parent
@@ -292,13 +403,14 @@ def _staged(directory: Path, *, commit: bool) -> Iterator[Path]:
 
 
 def _move(stage: Path, directory: Path) -> None:
-    written = sorted(path.name for path in stage.iterdir())
+    written = sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if path.is_file())
     if not directory.exists():
         os.chmod(stage, 0o777 & ~_umask())
         stage.rename(directory)
         return
     # Weights before what points at them, so that a reader never finds an index without its files.
     for name in sorted(written, key=lambda name: name.endswith(".json")):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage / name, directory / name)
     if any(_WEIGHT_FILE.fullmatch(name) for name in written):
         for path in directory.iterdir():
@@ -312,11 +424,10 @@ def _umask() -> int:
     return mask
 
 
-def _name_stock_architecture(stage: Path, stock_name: str) -> None:
+def _change_configuration(stage: Path, changes: dict[str, Any]) -> None:
     path = stage / "config.json"
     if path.exists():
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config["architectures"] = [stock_name]
+        config = json.loads(path.read_text(encoding="utf-8")) | changes
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

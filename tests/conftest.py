@@ -34,6 +34,8 @@ def build(checkpoint):
         folder = checkpoint(case, saved_as or head, **(saved_with or {}))
         if kind == "stock":  # transformers before 5.24 runs Gemma 2 on sdpa unasked, which leaves its cap out
             options.setdefault("attn_implementation", case.family.attentions[-1])
+            if case.family.experts:  # its default, grouped products, has neither fp64 nor odd sizes
+                options.setdefault("experts_implementation", "eager")
         return getattr(case.family, kind)(head).from_pretrained(folder, **options).train(False)
 
     return load
@@ -101,3 +103,10 @@ def device(request, monkeypatch) -> str:
     elif not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return request.param
+
+
+@pytest.fixture
+def cuda() -> None:
+    """For tests that run on a CUDA device only (marked `gpu`)."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,13 @@ def test_wheel_holds_the_package_and_nothing_else(source, wheel):
     assert {"liger_models/kernels/rms_norm.py", "liger_models/py.typed"} <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(NOT_SHIPPED)]
+
+
+def test_wheel_installs_the_command_line(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        assert archive.read(name).decode().split() == ["[console_scripts]", "liger-models", "=", "liger_models.cli:main"]
+    assert callable(import_module("liger_models.cli").main)
 
 
 def test_wheel_from_the_sdist_is_the_same(source, wheel, tmp_path):

@@ -18,7 +18,8 @@ from liger_models.layers.norm import LigerRMSNorm
 @pytest.mark.parametrize("side", ["left", "right", "unmasked"])
 @pytest.mark.parametrize("case, attention", MAIN_ATTENTIONS, ids=str)
 def test_o36_what_is_masked_does_not_matter(case: Case, attention: str, side: str, build):
-    """Padding tokens, and last tokens whose labels are ignored, changed at random: the same loss and gradients, to the bit."""
+    """Padding tokens, and last tokens whose labels are ignored, changed at random: the same loss and gradients, to the bit (in
+    mixtures to rounding)."""
     model = build("native", case, attn_implementation=attention).train()
     names, inputs = stock_names(build("stock", case)), inputs_of(model)
     mask = torch.ones_like(inputs["input_ids"])
@@ -35,7 +36,8 @@ def test_o36_what_is_masked_does_not_matter(case: Case, attention: str, side: st
         return results(model, names, input_ids=tokens, **given)
 
     first, second, other = with_noise(mask == 0, 0), with_noise(mask == 0, 1), with_noise(mask == 1, 0)
-    assert_equal(second, first, tolerance=0.0)
+    # An expert's products sum in another order where other tokens, padding too, come to it.
+    assert_equal(second, first, tolerance=FP32 if case.family.experts else 0.0)
     assert error(other["loss"], first["loss"]) > 1e-3
 
 

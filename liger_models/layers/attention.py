@@ -34,6 +34,7 @@ class LigerAttention(nn.Module):
             that the model passes holds it already.
         softcap: cap of the scores, cap * tanh(scores / cap), or None.
         is_causal: whether an attention function that gets no mask has to be causal.
+        sinks: whether each query head has a learned score without a value, which takes its share of the softmax.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class LigerAttention(nn.Module):
         sliding_window: int | None = None,
         softcap: float | None = None,
         is_causal: bool = True,
+        sinks: bool = False,
     ):
         super().__init__()
         self.layer_idx, self.num_key_value_groups = layer_index, num_heads // num_key_value_heads  # names of the interface
@@ -64,9 +66,8 @@ class LigerAttention(nn.Module):
         self.qkv_proj = PackedLinear(hidden_size, {name: n * head_dim for name, n in widths.items()}, bias=bias)
         attach_parts(self, "qkv_proj")
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=output_bias)
-        if query_norm is not None:
-            self.q_norm, self.k_norm = query_norm, key_norm
-        self.norms_heads = query_norm is not None
+        self.q_norm, self.k_norm = query_norm, key_norm
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
 
     def forward(
         self,
@@ -86,6 +87,8 @@ class LigerAttention(nn.Module):
         query, key, value = self._rotated(hidden_states, *position_embeddings)
         if cache is not None and update_cache is not None:
             key, value = update_cache(cache, key, value, self.layer_idx, context)
+        if self.sinks is not None:
+            context["s_aux"] = self.sinks  # the interface's name
         attended, weights = attention_function(
             self,
             query,
@@ -102,20 +105,20 @@ class LigerAttention(nn.Module):
 
     def _rotated(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [batch, heads, sequence, head_dim] each."""
-        heads = (self.num_heads, self.num_key_value_heads)
-        if runs_packed(self, self.qkv_proj) and not self.norms_heads:
-            return ops.qkv_rope(self.qkv_proj(hidden_states), cos, sin, *heads, self.interleaved)
-        if runs_packed(self, self.qkv_proj) and is_plain(self.q_norm, LigerRMSNorm) and is_plain(self.k_norm, LigerRMSNorm):
-            norm = self.q_norm
-            numbers = (norm.eps, norm.offset, norm.scale_in_fp32, self.interleaved)
+        norm, heads = self.q_norm, (self.num_heads, self.num_key_value_heads)
+        plain = norm is None or (is_plain(norm, LigerRMSNorm) and is_plain(self.k_norm, LigerRMSNorm))
+        if plain and runs_packed(self, self.qkv_proj):
             qkv = self.qkv_proj(hidden_states)
+            if norm is None:
+                return ops.qkv_rope(qkv, cos, sin, *heads, self.interleaved)
+            numbers = (norm.eps, norm.offset, norm.scale_in_fp32, self.interleaved)
             return ops.qk_norm_rope(qkv, norm.weight, self.k_norm.weight, cos, sin, *heads, *numbers)
         query, key, value = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if self.norms_heads:
-            query, key = self.q_norm(query), self.k_norm(key)
+        if norm is not None:
+            query, key = norm(query), self.k_norm(key)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         return *ops.rope(query, key, cos, sin, self.interleaved), value
 

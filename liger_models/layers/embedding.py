@@ -17,9 +17,9 @@ class LigerEmbedding(nn.Embedding):
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, *, scale: float | None = None):
         super().__init__(num_embeddings, embedding_dim, padding_idx)
         self.scale = scale
-        # Rounded here: as a tensor, torch.compile folds it into the product unrounded.
-        dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-        self._rounded = {dtype: torch.tensor(scale or 1.0, dtype=dtype, device="cpu").item() for dtype in dtypes}
+        if scale is not None:  # rounded here: as a tensor, torch.compile folds it into the product unrounded
+            dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+            self._rounded = {dtype: torch.tensor(scale, dtype=dtype, device="cpu").item() for dtype in dtypes}
 
     def forward(self, input: Tensor) -> Tensor:
         embedded = ops.embedding(input, self.weight, self.padding_idx)

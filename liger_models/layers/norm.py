@@ -29,6 +29,11 @@ class LigerRMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}, scale_in_fp32={self.scale_in_fp32}"
 
 
+def gemma_norm(hidden_size: int, *, eps: float) -> LigerRMSNorm:
+    """Gemma's norm: the weight is stored less 1, and multiplied before the result is rounded."""
+    return LigerRMSNorm(hidden_size, eps=eps, offset=1.0, scale_in_fp32=True)
+
+
 def add_norm(norm: nn.Module, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """The normalised sum of a residual and what is added to it, and the sum: one kernel where `norm` is plain."""
     if is_plain(norm, LigerRMSNorm):

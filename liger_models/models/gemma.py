@@ -18,12 +18,7 @@ from liger_models.decoder import (
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.mlp import FUSED_ACTIVATIONS, LigerGatedMLP
-from liger_models.layers.norm import LigerRMSNorm, add_norm
-
-
-def _norm(width: int, config: GemmaConfig) -> LigerRMSNorm:
-    """Gemma's norm: the weight is stored less 1, and multiplied before the result is rounded."""
-    return LigerRMSNorm(width, eps=config.rms_norm_eps, offset=1.0, scale_in_fp32=True)
+from liger_models.layers.norm import add_norm, gemma_norm
 
 
 class LigerGemmaBlock(GradientCheckpointingLayer):
@@ -49,8 +44,8 @@ class LigerGemmaBlock(GradientCheckpointingLayer):
             activation=ACT2FN[config.hidden_act],
             fused_activation=FUSED_ACTIVATIONS.get(config.hidden_act),
         )
-        self.input_layernorm = _norm(config.hidden_size, config)
-        self.post_attention_layernorm = _norm(config.hidden_size, config)
+        self.input_layernorm = gemma_norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = gemma_norm(config.hidden_size, eps=config.rms_norm_eps)
 
     @takes_cache
     def forward(self, hidden_states: Tensor, cache: Any = None, **context: Any) -> Tensor:
@@ -74,7 +69,7 @@ class LigerGemmaModel(LigerDecoderModel):
             config.vocab_size, config.hidden_size, config.pad_token_id, scale=config.hidden_size**0.5
         )
         self.layers = nn.ModuleList(LigerGemmaBlock(config, index) for index in range(config.num_hidden_layers))
-        self.norm = _norm(config.hidden_size, config)
+        self.norm = gemma_norm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LigerRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()

@@ -21,12 +21,7 @@ from liger_models.decoder import (
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.mlp import FUSED_ACTIVATIONS, LigerGatedMLP
-from liger_models.layers.norm import LigerRMSNorm, add_norm
-
-
-def _norm(width: int, config: Gemma3TextConfig) -> LigerRMSNorm:
-    """Gemma's norm: the weight is stored less 1, and multiplied before the result is rounded."""
-    return LigerRMSNorm(width, eps=config.rms_norm_eps, offset=1.0, scale_in_fp32=True)
+from liger_models.layers.norm import add_norm, gemma_norm
 
 
 def _of_layer_type(config: Gemma3TextConfig, kind: str) -> Gemma3TextConfig:
@@ -51,8 +46,8 @@ class LigerGemma3Block(GradientCheckpointingLayer):
             dropout=config.attention_dropout,
             bias=config.attention_bias,
             output_bias=config.attention_bias,
-            query_norm=_norm(config.head_dim, config),
-            key_norm=_norm(config.head_dim, config),
+            query_norm=gemma_norm(config.head_dim, eps=config.rms_norm_eps),
+            key_norm=gemma_norm(config.head_dim, eps=config.rms_norm_eps),
             sliding_window=config.sliding_window if config.layer_types[layer_index] == "sliding_attention" else None,
             is_causal=not config.use_bidirectional_attention,
         )
@@ -62,10 +57,10 @@ class LigerGemma3Block(GradientCheckpointingLayer):
             activation=ACT2FN[config.hidden_activation],
             fused_activation=FUSED_ACTIVATIONS.get(config.hidden_activation),
         )
-        self.input_layernorm = _norm(config.hidden_size, config)
-        self.post_attention_layernorm = _norm(config.hidden_size, config)
-        self.pre_feedforward_layernorm = _norm(config.hidden_size, config)
-        self.post_feedforward_layernorm = _norm(config.hidden_size, config)
+        self.input_layernorm = gemma_norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = gemma_norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.pre_feedforward_layernorm = gemma_norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_feedforward_layernorm = gemma_norm(config.hidden_size, eps=config.rms_norm_eps)
 
     @takes_cache
     def forward(self, hidden_states: Tensor, cache: Any = None, **context: Any) -> Tensor:
@@ -91,7 +86,7 @@ class LigerGemma3Model(LigerDecoderModel):
             config.vocab_size, config.hidden_size, config.pad_token_id, scale=config.hidden_size**0.5
         )
         self.layers = nn.ModuleList(LigerGemma3Block(config, index) for index in range(config.num_hidden_layers))
-        self.norm = _norm(config.hidden_size, config)
+        self.norm = gemma_norm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = nn.ModuleDict(
             {kind: LigerRotaryEmbedding(_of_layer_type(config, kind)) for kind in dict.fromkeys(config.layer_types)}
         )

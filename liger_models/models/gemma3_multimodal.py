@@ -19,7 +19,7 @@ from transformers.utils import can_return_tuple
 
 from liger_models.compat import CACHE, image_fields, named_cache, takes_cache
 from liger_models.conversions.gemma3_multimodal import HEAD_MAPPING, MAPPING
-from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.norm import gemma_norm
 from liger_models.models.gemma3 import LigerGemma3Model
 from liger_models.models.siglip import LigerSiglipVisionModel
 from liger_models.multimodal import (
@@ -44,7 +44,7 @@ class LigerGemma3Projector(nn.Module):
     def __init__(self, vision_size: int, text_size: int, *, patches_per_side: int, tokens_per_side: int, eps: float):
         super().__init__()
         self.mm_input_projection_weight = nn.Parameter(torch.zeros(vision_size, text_size))
-        self.mm_soft_emb_norm = LigerRMSNorm(vision_size, eps=eps, offset=1.0, scale_in_fp32=True)
+        self.mm_soft_emb_norm = gemma_norm(vision_size, eps=eps)
         self.patches_per_side, self.window = patches_per_side, patches_per_side // tokens_per_side
 
     def forward(self, patches: Tensor) -> Tensor:

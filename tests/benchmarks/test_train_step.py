@@ -14,7 +14,13 @@ from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "train_step.py"
-TINY = {"tiny": "llama", "tiny-qwen3": "qwen3", "tiny-gemma2": "gemma2"}  # shape: family
+TINY = {  # shape: family
+    "tiny": "llama",
+    "tiny-qwen3": "qwen3",
+    "tiny-gemma2": "gemma2",
+    "tiny-gpt-oss": "gpt_oss",
+    "tiny-qwen3-moe": "qwen3_moe",
+}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +135,7 @@ def test_wrong_suffixes_are_refused(train_step, text):
         train_step.implementations_of(text)
 
 
-@pytest.mark.parametrize("shape", ["tiny-qwen3", "tiny-gemma2"])
+@pytest.mark.parametrize("shape", ["tiny-qwen3", "tiny-gemma2", "tiny-gpt-oss", "tiny-qwen3-moe"])
 def test_native_takes_the_steps_of_stock_in_other_families(shape, tmp_path):
     """In rows with an attention of their own: sdpa, the default, cannot run Gemma 2, and says so in its row."""
     arguments = ("--dtype", "fp32", "--layers", "3")  # three layers, so that both kinds of Gemma 2's are there
@@ -145,13 +151,15 @@ def test_native_takes_the_steps_of_stock_in_other_families(shape, tmp_path):
         assert row["error"] == "ValueError: sdpa cannot cap the attention scores of gemma2: name @eager or @flex_attention"
 
 
-@pytest.mark.parametrize("shape, center", [("tiny", 1.0), ("tiny-qwen3", 1.0), ("tiny-gemma2", 0.0)])
+@pytest.mark.parametrize(
+    "shape, center", [("tiny", 1.0), ("tiny-qwen3", 1.0), ("tiny-gemma2", 0.0), ("tiny-gpt-oss", 1.0), ("tiny-qwen3-moe", 1.0)]
+)
 def test_weights_fit_the_stock_model_and_norms_lie_around_their_initial_value(train_step, shape, center):
     config = train_step.config_of(shape, None)
     assert config.model_type == TINY[shape]
     weights = train_step.stock_weights(config, torch.float32, "cpu", seed=0)
     AutoModelForCausalLM.from_config(config).load_state_dict(weights)
-    norms = torch.cat([weight for weight in weights.values() if weight.dim() == 1])
+    norms = torch.cat([weight for name, weight in weights.items() if "norm" in name])
     # 0.1·randn: the mean of n values is off by 0.1/√n, here five times that at most
     assert norms.mean().item() == pytest.approx(center, abs=0.5 / len(norms) ** 0.5)
     assert norms.std().item() == pytest.approx(0.1, rel=0.2)
@@ -174,6 +182,23 @@ def test_operations_of_a_sliding_window(train_step, length, pairs):
     attention = 3 * 4 * (4 * 16) * (pairs + length**2 // 2)
     config = train_step.config_of("tiny-gemma2", None)
     assert train_step.step_flops(config, batch=2, length=length) == 2 * (6 * weights * length + attention)
+
+
+def test_operations_of_experts(train_step):
+    """tiny-qwen3-moe: of 4 experts of width 32 a token goes to 2; a router of 4 rows."""
+    layer = 64 * 64 + 64 * 2 * 2 * 16 + 64 * 64 + 2 * 3 * 64 * 32 + 64 * 4
+    attention = 2 * 3 * 4 * (4 * 16) * 16**2 // 2
+    config = train_step.config_of("tiny-qwen3-moe", None)
+    assert train_step.step_flops(config, batch=1, length=16) == 6 * (2 * layer + 64 * 320) * 16 + attention
+
+
+def test_a_step_in_backward_is_the_same_step(tmp_path):
+    arguments = ("--dtype", "fp32", "--implementations", "native")
+    rows = [
+        run(tmp_path / f"{name}.json", *arguments, "--optimizer", name, shape="tiny-gpt-oss")["rows"][0]
+        for name in ("sgd", "sgd-in-backward")
+    ]
+    assert rows[0]["losses"] == rows[1]["losses"] and rows[0]["losses"][0] != rows[0]["losses"][-1]
 
 
 def test_ratios_are_to_the_best_row_of_a_name(train_step):

@@ -434,9 +434,7 @@ def test_large_heads_are_refused(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("form", ["causal", "window", "packed", "mask", "softcap"])
-def test_half_precision(dtype, head_dim, form):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def test_half_precision(cuda, dtype, head_dim, form):
     length = 700
     intervals = {"window": causal(length, window=128), "packed": packed(300, 1, 399)}.get(form, causal(length))
     mask = torch.rand(2, length, generator=torch.Generator().manual_seed(3)) > 0.2 if form == "mask" else None
@@ -448,9 +446,7 @@ def test_half_precision(dtype, head_dim, form):
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_31_bits():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def test_offsets_beyond_31_bits(cuda):
     # q, its gradient and the output have 2**31 elements and some: batch 2, of which the last head counts
     heads, length = 8192, 1040
     q = torch.zeros(2, length, heads, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2)

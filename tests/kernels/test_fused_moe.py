@@ -400,12 +400,6 @@ def test_compiled(device, compiler, frozen):
 # On a GPU
 
 
-@pytest.fixture
-def cuda():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-
-
 REAL = {
     "gpt-oss": ({"tokens": 512, "top_k": 4, "experts": 32, "hidden": 2880, "intermediate": 2880}, GPT_OSS),
     "qwen3": ({"tokens": 512, "top_k": 8, "experts": 128, "hidden": 2048, "intermediate": 768, "bias": False}, {}),
@@ -452,6 +446,36 @@ def test_more_tokens_than_a_grid_axis(cuda):
         actual = gradients(ops.fused_moe, arguments, NAMES, TENSORS)
     # sums of 26000 rows in fp32, one after another, in random directions: an error of some hundred roundings
     assert_close(actual, expected, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)  # the library's product, and Triton's
+def test_experts_beyond_2_to_the_31_elements(cuda, dtype):
+    """All tokens go to the last expert, whose weights begin past 2**31 elements; the others' gradients are zero."""
+    experts, hidden, intermediate, tokens = 9, 8192, 16384, 5
+    last, generator = experts - 1, torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*size):
+        return torch.randn(size, generator=generator, device="cuda", dtype=dtype) * size[-1] ** -0.5
+
+    x, gate_up, down = (
+        drawn(*size).requires_grad_()
+        for size in ((tokens, hidden), (experts, 2 * intermediate, hidden), (experts, hidden, intermediate))
+    )
+    assert last * 2 * intermediate * hidden >= 2**31
+    ids, weights = torch.full((tokens, 1), last, device="cuda"), torch.ones(tokens, 1, device="cuda", dtype=dtype)
+    with ops.use_backend("triton"):
+        y = ops.fused_moe(x, ids, weights, gate_up, down)
+        y.sum().backward()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, gate_up[last:], down[last:])]
+    right = fused_moe(exact[0], ids - last, weights.double(), *exact[1:])
+    right.sum().backward()
+    actual = {"y": y, "x": x.grad, "gate_up": gate_up.grad[last:], "down": down.grad[last:]}
+    expected = {"y": right, "x": exact[0].grad, "gate_up": exact[1].grad, "down": exact[2].grad}
+    for name, tensor in actual.items():
+        error = (tensor.double() - expected[name]).norm() / expected[name].norm()
+        assert error <= 8 * EPSILON[dtype], f"{name}: {error}"  # half a dozen roundings in a row
+    assert not gate_up.grad[:last].any() and not down.grad[:last].any()
 
 
 @pytest.mark.gpu

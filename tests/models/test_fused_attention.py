@@ -6,7 +6,7 @@ is compared.
 
 import pytest
 import torch
-from models.comparison import FP32, assert_equal, error, inputs_of, results, stock_gradients, stock_names
+from models.comparison import FP32, assert_equal, document_masks, error, inputs_of, results, stock_gradients, stock_names
 from models.families import CAUSAL, ONE_PER_FAMILY, Case
 
 from liger_models.attention import KeyIntervals, key_intervals
@@ -58,7 +58,7 @@ def test_packed_documents(case: Case, training: bool, models):
     names, inputs = stock_names(stock), inputs_of(stock, 2, 16)
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ((5, 7, 4), (9, 6, 1))])
     given = {**inputs, "position_ids": positions, "use_cache": False}
-    apart = results(stock.train(training), names, **given)
+    apart = results(stock.train(training), names, **given, **document_masks(stock, positions))
     assert error(apart["loss"], results(stock, **inputs)["loss"]) > 1e-3
     assert_equal(results(native.train(training), names, **given), apart, without=("logits",) if training else ())
 

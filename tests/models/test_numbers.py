@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from models.comparison import FP32, assert_as_exact, assert_equal, error, inputs_of, results, stock_gradients, stock_names
-from models.families import CASES, MAIN, MAIN_ATTENTIONS, ONE_PER_FAMILY, Case
+from models.families import CASES, GPT_OSS, MAIN, MAIN_ATTENTIONS, ONE_PER_FAMILY, Case
 
 TRAINING, EVALUATION = True, False
 
@@ -49,8 +49,9 @@ def test_every_tensor_bf16(case: Case, training: bool, pair, build):
     twofold either way; over six by less than the factor of 1.5. The floor is one rounding to bf16, for tensors whose stock
     error happens to be tiny.
     """
-    stock, native = pair(case, dtype=torch.bfloat16)
-    exact = build("stock", case, dtype=torch.bfloat16).double()
+    options = dict(dtype=torch.bfloat16, saved_with=case.without_routing())
+    stock, native = pair(case, **options)
+    exact = build("stock", case, **options).double()
     names = stock_names(stock)
     for model in (stock, native, exact):
         model.train(training)
@@ -121,6 +122,8 @@ def test_padding(case: Case, attention: str, side: str, pair):
 
 @pytest.mark.parametrize("case", ONE_PER_FAMILY, ids=str)
 def test_flex_attention(case: Case, pair):
+    if case.family is GPT_OSS:
+        pytest.skip("flex attention has no sinks on CPU")
     stock, native = pair(case, attn_implementation="flex_attention")
     inputs = _masked(inputs_of(stock), "left")
     with torch.no_grad():
@@ -234,7 +237,7 @@ def test_one_token_and_one_row(case: Case, pair):
     for rows, length in ((1, 1), (3, 1), (1, 3)):
         tokens = {"input_ids": inputs_of(stock, rows, length)["input_ids"]}
         expected, actual = results(stock, names, weights, **tokens), results(native, names, weights, **tokens)
-        if length == 1:
+        if length == 1 and case.family is not GPT_OSS:  # beside a sink, a token's own score counts
             for name in [name for name in expected if re.search(r"\b[qk]_(proj|norm)\b", name)]:
                 scale = expected[re.sub(r"[qk]_(proj|norm)\.\w+$", "v_proj.weight", name)].norm()
                 assert expected.pop(name).norm() <= FP32 * scale

@@ -6,6 +6,7 @@ from models.comparison import (
     FP32,
     assert_as_exact,
     assert_equal,
+    document_masks,
     error,
     inputs_of,
     results,
@@ -47,7 +48,8 @@ def test_checkpointed_packed_documents_with_use_cache_left_on(case: Case, pair):
     stock, native = pair(case)
     names, inputs = stock_names(stock), inputs_of(stock, 1, 16)
     positions = torch.cat([torch.arange(9), torch.arange(7)])[None]
-    expected = results(stock, names, **inputs, position_ids=positions, use_cache=False)
+    masks = document_masks(stock, positions)
+    expected = results(stock, names, **inputs, **masks, position_ids=positions, use_cache=False)
     native.train().gradient_checkpointing_enable()
     assert_equal(results(native, names, **inputs, position_ids=positions), expected, without=("logits",))
     with_hidden = results(native, names, **inputs, position_ids=positions, output_hidden_states=True)
@@ -142,7 +144,7 @@ def test_autocast(case: Case, training: bool, pair):
 
     The factor and the floor of one rounding to bf16 are those of bf16 models.
     """
-    stock, native = pair(case)
+    stock, native = pair(case, saved_with=case.without_routing())
     names, found = stock_names(stock), []
     stock.train(training), native.train(training)
     for seed in range(4):
@@ -166,13 +168,13 @@ def _hooked(module, when: str):
     """Register a hook that changes what goes in, what comes out, or the gradient that leaves, by no factor: a norm behind it
     would undo that."""
     if when == "before":
-        return module.register_forward_pre_hook(lambda module, arguments: (arguments[0] + 0.3,))
+        return module.register_forward_pre_hook(lambda module, arguments: (arguments[0] + 0.3, *arguments[1:]))
     if when == "after":
         return module.register_forward_hook(
-            lambda module, arguments, output: output * torch.linspace(0.5, 1.5, output.shape[-1])
+            lambda module, arguments, output: _changed(output, lambda y: y * torch.linspace(0.5, 1.5, y.shape[-1]))
         )
     return module.register_full_backward_hook(
-        lambda module, inward, outward: tuple(g if g is None else g * 1.5 for g in inward)
+        lambda module, inward, outward: tuple(g * 1.5 if g is not None and g.is_floating_point() else g for g in inward)
     )
 
 
@@ -201,6 +203,14 @@ def test_hooks_on_every_module(case: Case, when: str, pair):
     assert not wrong
 
 
+def _changed(output, change):
+    """A module's output, or, of a router's logits, weights and ids, the weights, changed."""
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    logits, weights, ids = output
+    return logits, change(weights), ids
+
+
 class _Scaled(torch.nn.Module):
     """A module around another, as adapters and quantised layers are."""
 
@@ -209,7 +219,7 @@ class _Scaled(torch.nn.Module):
         self.inner = inner
 
     def forward(self, *arguments, **options):
-        return 1.5 * self.inner(*arguments, **options)
+        return _changed(self.inner(*arguments, **options), lambda output: 1.5 * output)
 
 
 @one_case
