@@ -27,6 +27,8 @@ _MODULE_OF = {
     **{stem + head: f"liger_models.models.{family}" for family, stem in _FAMILIES.items() for head in _HEADS},
     "LigerGemma3MultimodalModel": "liger_models.models.gemma3_multimodal",
     "LigerGemma3ForConditionalGeneration": "liger_models.models.gemma3_multimodal",
+    "LigerInternVLModel": "liger_models.models.internvl",
+    "LigerInternVLForConditionalGeneration": "liger_models.models.internvl",
     "LigerAutoModelForCausalLM": "liger_models.auto",
     "register_auto_models": "liger_models.auto",
     "unregister_auto_models": "liger_models.auto",
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from liger_models.models.glm import LigerGlmForCausalLM, LigerGlmForSequenceClassification, LigerGlmModel
     from liger_models.models.glm4 import LigerGlm4ForCausalLM, LigerGlm4ForSequenceClassification, LigerGlm4Model
     from liger_models.models.gpt_oss import LigerGptOssForCausalLM, LigerGptOssForSequenceClassification, LigerGptOssModel
+    from liger_models.models.internvl import LigerInternVLForConditionalGeneration, LigerInternVLModel
     from liger_models.models.llama import LigerLlamaForCausalLM, LigerLlamaForSequenceClassification, LigerLlamaModel
     from liger_models.models.qwen2 import LigerQwen2ForCausalLM, LigerQwen2ForSequenceClassification, LigerQwen2Model
     from liger_models.models.qwen3 import LigerQwen3ForCausalLM, LigerQwen3ForSequenceClassification, LigerQwen3Model

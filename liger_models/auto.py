@@ -29,7 +29,12 @@ FAMILIES = {
 }
 
 # Model types whose models see images too, likewise. Their language-modelling head has another ending.
-MULTIMODAL_FAMILIES = {"gemma3": ("liger_models.models.gemma3_multimodal", "LigerGemma3")}
+MULTIMODAL_FAMILIES = {
+    "gemma3": ("liger_models.models.gemma3_multimodal", "LigerGemma3"),
+    "internvl": ("liger_models.models.internvl", "LigerInternVL"),
+}
+# Model types of checkpoints in another layout, which the native class of a family reads without their own code.
+ORIGINAL_TYPES = {"internvl_chat": "internvl"}
 _MULTIMODAL_ENDING = "ForConditionalGeneration"
 
 # The Auto classes that get native classes, and the ending of their names. AutoModel is not among them: the *stock*
@@ -130,6 +135,10 @@ class LigerAutoModelForCausalLM:
         if not isinstance(config, PreTrainedConfig):
             options = {name: value for name, value in kwargs.items() if name != "config"}
             source = config if config is not None else pretrained_model_name_or_path
+            found = PreTrainedConfig.get_config_dict(source, **options)[0].get("model_type")
+            if found in ORIGINAL_TYPES:
+                native = native_class(ORIGINAL_TYPES[found])
+                return native.from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
             config, _ = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **options)
         return native_class(config.model_type).from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
 

@@ -20,9 +20,10 @@ ALLOWED = {
     "package": {"ops", "losses", "auto", "models", "layers", "conversions", "compat"},  # only names for type checkers
     "cli": {"package", "auto", "conversions", "models", "ops", "pretrained"},
     "auto": {"models", "compat"},
-    "models": {"decoder", "moe", "pretrained", "layers", "losses", "conversions", "compat"},
+    "models": {"decoder", "moe", "multimodal", "pretrained", "layers", "losses", "conversions", "compat"},
     "decoder": {"pretrained", "attention", "layers", "compat"},
     "moe": {"decoder", "layers", "compat"},  # what decoders with routed experts share
+    "multimodal": {"decoder", "pretrained", "compat"},  # what models that see images share
     "attention": {"layers", "ops"},  # what transformers' attention interface calls "liger"
     "pretrained": {"layers"},  # loading and saving, which models that are not decoders share too
     "layers": {"ops"},

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Gemma3Config, GenerationMixin, PreTrainedConfig, initialization
+from transformers import Gemma3Config, PreTrainedConfig, initialization
 from transformers.masking_utils import (
     blockwise_overlay,
     create_causal_mask,
@@ -15,16 +14,20 @@ from transformers.masking_utils import (
     maybe_pad_block_sequence_ids,
     sliding_window_overlay,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
-from transformers.utils import can_return_tuple, torch_compilable_check
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import can_return_tuple
 
-from liger_models.compat import CACHE, IMAGE_FIELD, ImageFields, image_fields, named_cache, takes_cache
+from liger_models.compat import CACHE, image_fields, named_cache, takes_cache
 from liger_models.conversions.gemma3_multimodal import HEAD_MAPPING, MAPPING
-from liger_models.decoder import LigerCausalLMOutput, LigerLanguageModelHead
 from liger_models.layers.norm import gemma_norm
 from liger_models.models.gemma3 import LigerGemma3Model
 from liger_models.models.siglip import LigerSiglipVisionModel
-from liger_models.pretrained import LigerPreTrainedModel
+from liger_models.multimodal import (
+    LigerMultimodalCausalLMOutput,
+    LigerMultimodalForConditionalGeneration,
+    LigerMultimodalModel,
+    LigerMultimodalModelOutput,
+)
 
 
 class LigerGemma3Projector(nn.Module):
@@ -51,28 +54,14 @@ class LigerGemma3Projector(nn.Module):
         return (self.mm_soft_emb_norm(averaged) @ self.mm_input_projection_weight).type_as(patches)
 
 
-@dataclass
-class LigerMultimodalModelOutput(ImageFields, BaseModelOutputWithPast):
-    """Attributes as in the text model's output, and those of the images that the installed stock class returns."""
-
-
-@dataclass
-class LigerMultimodalCausalLMOutput(ImageFields, LigerCausalLMOutput):
-    """Attributes as in the text model's output, and those of the images that the installed stock class returns."""
-
-
-class LigerGemma3MultimodalModel(LigerPreTrainedModel):
+class LigerGemma3MultimodalModel(LigerMultimodalModel):
     """Vision tower, projector and text model without a head. Reads and writes Gemma3Model checkpoints."""
 
     config_class = Gemma3Config
     stock_name = "Gemma3Model"
     checkpoint_mapping = MAPPING
-    base_model_prefix = "model"
-    unused_keys = frozenset({"lm_head.weight", "language_model.lm_head.weight"})  # the head, in either layout
-    input_modalities = ("image", "text")
     accepts_loss_kwargs = False  # as the stock class tells the Trainer
     _supports_flash_attn = False  # it has no mask in which the tokens of an image see each other
-    _skip_keys_device_placement: ClassVar[list[str]] = [CACHE]
     _no_split_modules: ClassVar[list[str]] = ["LigerGemma3Block", "LigerSiglipBlock"]
 
     def __init__(self, config: Gemma3Config):
@@ -92,36 +81,12 @@ class LigerGemma3MultimodalModel(LigerPreTrainedModel):
         self.vocab_size = text.vocab_size
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.language_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.language_model.set_input_embeddings(value)
-
     @can_return_tuple
     def get_image_features(self, pixel_values: Tensor, **kwargs: Any) -> BaseModelOutputWithPooling:
         """The tower's output for [images, channels, height, width]; `pooler_output` [images, tokens, hidden] are the tokens."""
         outputs = self.vision_tower(pixel_values=pixel_values, return_dict=True, **kwargs)
         outputs.pooler_output = self.multi_modal_projector(outputs.last_hidden_state)
         return outputs
-
-    def get_placeholder_mask(self, input_ids: Tensor | None, inputs_embeds: Tensor, image_features: Tensor) -> Tensor:
-        """[batch, sequence, 1]: the tokens that image features replace.
-
-        Raises:
-            ValueError: there are more or fewer of them than features.
-        """
-        if input_ids is None:
-            token = torch.full((), self.config.image_token_id, dtype=torch.long, device=inputs_embeds.device)
-            placeholder = (inputs_embeds == self.get_input_embeddings()(token)).all(-1)
-        else:
-            placeholder = input_ids == self.config.image_token_id
-        tokens, features = placeholder.sum(), image_features.shape[0] * image_features.shape[1]
-        torch_compilable_check(
-            tokens * inputs_embeds.shape[-1] == image_features.numel(),
-            f"Image features and image tokens do not match, tokens: {tokens}, features: {features}",
-        )
-        return placeholder.unsqueeze(-1).to(inputs_embeds.device)
 
     @takes_cache
     @can_return_tuple
@@ -154,18 +119,10 @@ class LigerGemma3MultimodalModel(LigerPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
-        if pixel_values is not None and mm_encoder_outputs is not None:
-            raise ValueError("give pixel_values or mm_encoder_outputs, not both")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(self._within_vocabulary(input_ids))
-        images = (mm_encoder_outputs or {}).get("image")
-        if images is None and pixel_values is not None:
-            images = self.get_image_features(pixel_values, return_dict=True)
-        features = None
-        if images is not None:
-            features = images.pooler_output.to(inputs_embeds.device, inputs_embeds.dtype)
-            placeholder = self.get_placeholder_mask(input_ids, inputs_embeds, features)
-            inputs_embeds = inputs_embeds.masked_scatter(placeholder, features)
+        images = self._images(pixel_values, mm_encoder_outputs)
+        inputs_embeds, features = self._with_images(input_ids, inputs_embeds, images)
         if use_cache is None and self.training:
             use_cache = False  # as in the text model
         if token_type_ids is not None and not isinstance(attention_mask, dict):
@@ -232,34 +189,13 @@ def _image_of_each_token(token_type_ids: Tensor) -> Tensor:
     return torch.where(is_image, begins.int().cumsum(1) - 1, -1)
 
 
-class LigerGemma3ForConditionalGeneration(LigerPreTrainedModel, LigerLanguageModelHead, GenerationMixin):
+class LigerGemma3ForConditionalGeneration(LigerMultimodalForConditionalGeneration):
     """Gemma 3 with images and its language-modelling head. Reads and writes Gemma3ForConditionalGeneration checkpoints."""
 
-    config_class = Gemma3Config
     stock_name = "Gemma3ForConditionalGeneration"
     checkpoint_mapping = HEAD_MAPPING
-    base_model_prefix = "model"
-    input_modalities = ("image", "text")
+    model_class = LigerGemma3MultimodalModel
     _supports_flash_attn = False
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
-    _skip_keys_device_placement: ClassVar[list[str]] = [CACHE]
-    _no_split_modules = LigerGemma3MultimodalModel._no_split_modules
-
-    def __init__(self, config: Gemma3Config):
-        super().__init__(config)
-        self.model = LigerGemma3MultimodalModel(config)
-        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
-        self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.set_input_embeddings(value)
-
-    def get_image_features(self, pixel_values: Tensor, **kwargs: Any) -> BaseModelOutputWithPooling:
-        """As LigerGemma3MultimodalModel.get_image_features."""
-        return self.model.get_image_features(pixel_values, **kwargs)
 
     @takes_cache
     @can_return_tuple
@@ -286,33 +222,26 @@ class LigerGemma3ForConditionalGeneration(LigerPreTrainedModel, LigerLanguageMod
         **kwargs: Any,
     ) -> LigerMultimodalCausalLMOutput:
         """Logits, loss, or both: LigerGemma3MultimodalModel's arguments, and those of the text models' heads."""
-        shift_labels = kwargs.pop("shift_labels", None)
-        outputs = self.model(
+        return self._with_head(
             input_ids=input_ids,
             pixel_values=pixel_values,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            cache=cache,
             token_type_ids=token_type_ids,
             inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            mm_encoder_outputs=mm_encoder_outputs,
-            return_dict=True,
-            **named_cache(cache),
-            **kwargs,
-        )
-        head = self._head_outputs(
-            outputs,
             labels=labels,
-            shift_labels=shift_labels,
+            use_cache=use_cache,
             logits_to_keep=logits_to_keep,
+            mm_encoder_outputs=mm_encoder_outputs,
             num_items_in_batch=num_items_in_batch,
             ignore_index=ignore_index,
             skip_logits=skip_logits,
             return_logits=return_logits,
             return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
+            **kwargs,
         )
-        return LigerMultimodalCausalLMOutput(**head, **{IMAGE_FIELD: outputs.get(IMAGE_FIELD)})
 
     def prepare_inputs_for_generation(self, input_ids, use_cache=True, is_first_iteration=False, **kwargs):
         """transformers' own, with token types in the first step only: later tokens belong to no image."""

@@ -4,7 +4,16 @@ import re
 
 import pytest
 import torch
-from models.comparison import FP32, assert_as_exact, assert_equal, cache_name, error, results, stock_gradients, stock_names
+from models.comparison import (
+    FP32,
+    assert_as_exact,
+    assert_equal,
+    cache_name,
+    error,
+    stock_names,
+    tower_gradients,
+)
+from models.comparison import results_with_tower as compared
 from models.families import randomise
 from tiny_llama import assert_same_tensors, export, read_tensors, write_tensors
 from transformers import (
@@ -104,22 +113,6 @@ def inputs_of(places, image_token: int = IMAGE, seed: int = 1) -> dict[str, torc
     return {**inputs, "labels": tokens.masked_fill(tokens == image_token, -100)}
 
 
-def compared(model, names, **inputs) -> dict[str, torch.Tensor]:
-    """As comparison.results, but for the tower's key biases: without a rotation they move all scores of a query alike, so that
-    their gradients are rounding."""
-    found = results(model, names, **inputs)
-    rounding = FP32 if model.dtype != torch.bfloat16 else 2.0**-6
-    for name in [name for name in found if "vision_tower" in name and name.endswith("k_proj.bias")]:
-        assert found.pop(name).norm() <= rounding * found[name.replace("k_proj", "v_proj")].norm()
-    return found
-
-
-def compared_gradients(model, names) -> dict[str, torch.Tensor]:
-    """Likewise, of a backward that has been run."""
-    gradients = stock_gradients(model, names)
-    return {n: g for n, g in gradients.items() if g is not None and not ("vision_tower" in n and n.endswith("k_proj.bias"))}
-
-
 @both_modes
 @every_placement
 def test_logits_loss_and_every_gradient(places, training: bool, models):
@@ -148,7 +141,11 @@ def test_left_padding(attention: str, training: bool, models):
     mask[1, :4] = 0
     inputs["labels"] = inputs["labels"].masked_fill(mask == 0, -100)
     inputs["attention_mask"] = mask
-    assert_equal(compared(native, names, **inputs), compared(stock, names, **inputs), without=("logits",) if training else ())
+    assert_equal(
+        compared(native, names, **inputs),
+        compared(stock, names, **inputs),
+        without=("logits",) if training else (),
+    )
 
 
 def test_without_token_types_images_are_causal(models):
@@ -207,7 +204,11 @@ def test_compiles_without_a_graph_break(models):
 def test_image_token_outside_the_vocabulary(training: bool, models):
     stock, native = models(training, made={"image_token": 500}.items())
     names, inputs = stock_names(stock), inputs_of(IMAGES["two, one"], image_token=500)
-    assert_equal(compared(native, names, **inputs), compared(stock, names, **inputs), without=("logits",) if training else ())
+    assert_equal(
+        compared(native, names, **inputs),
+        compared(stock, names, **inputs),
+        without=("logits",) if training else (),
+    )
 
 
 def test_pooling_head(models, folders, tmp_path):
@@ -259,7 +260,7 @@ def test_a_frozen_tower_gets_no_gradients(frozen: str, models):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(frozen not in name and "lm_head" not in name)
         model(**inputs).loss.backward()
-    actual, expected = compared_gradients(native, names), compared_gradients(stock, names)
+    actual, expected = tower_gradients(native, names), tower_gradients(stock, names)
     assert 0 < len(expected) < len(names) and not any(frozen in name for name in expected)
     assert_equal(actual, expected)
 
@@ -273,7 +274,7 @@ def test_gradient_checkpointing(reentrant: bool, models):
     native.enable_input_require_grads()
     inputs["pixel_values"] = inputs["pixel_values"].requires_grad_()  # reentrant checkpoints need a differentiable input
     native(**inputs).loss.backward()
-    assert_equal(compared_gradients(native, names), compared_gradients(stock, names))
+    assert_equal(tower_gradients(native, names), tower_gradients(stock, names))
 
 
 @pytest.mark.parametrize(
