@@ -549,16 +549,19 @@ def stock_state(config) -> dict:
     """The state dict of a fresh stock model: 1-D parameters with their values (a norm is ones, or zeros where the family adds
     the one itself), all others without, on the meta device."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
     torch.manual_seed(0)  # sinks are drawn
     with torch.device("meta"):
         model = (AutoModelForImageTextToText if has_images(config) else AutoModelForCausalLM).from_config(config)
+    owner = {}  # of each module, the innermost model that it is part of: its class knows how it is initialised
+    for inner in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        owner.update(dict.fromkeys(inner.modules(), inner))
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() == 1:
                 setattr(module, name, torch.nn.Parameter(torch.full(parameter.shape, torch.nan)))
-        model._init_weights(module)
+        owner[module]._init_weights(module)
     return model.state_dict()
 
 

@@ -20,6 +20,7 @@ TINY = {  # shape: family
     "tiny-gemma2": "gemma2",
     "tiny-gpt-oss": "gpt_oss",
     "tiny-qwen3-moe": "qwen3_moe",
+    "tiny-internvl": "internvl",
 }
 
 
@@ -135,10 +136,10 @@ def test_wrong_suffixes_are_refused(train_step, text):
         train_step.implementations_of(text)
 
 
-@pytest.mark.parametrize("shape", ["tiny-qwen3", "tiny-gemma2", "tiny-gpt-oss", "tiny-qwen3-moe"])
+@pytest.mark.parametrize("shape", ["tiny-qwen3", "tiny-gemma2", "tiny-gpt-oss", "tiny-qwen3-moe", "tiny-internvl"])
 def test_native_takes_the_steps_of_stock_in_other_families(shape, tmp_path):
     """In rows with an attention of their own: sdpa, the default, cannot run Gemma 2, and says so in its row."""
-    arguments = ("--dtype", "fp32", "--layers", "3")  # three layers, so that both kinds of Gemma 2's are there
+    arguments = ("--dtype", "fp32", "--images", "2", "--layers", "3")  # three layers, so that both kinds of Gemma 2's are there
     names = "stock@eager,native@eager" + (",stock" if shape == "tiny-gemma2" else "")
     stock, native, *default = run(tmp_path / "results.json", "--implementations", names, *arguments, shape=shape)["rows"]
     assert "error" not in native, native["error"]
