@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from liger_models.conversions import mxfp4
+from liger_models.conversions.packing import native_key
 
 
 def stacked(owner: str, name: str, part_names: tuple[str, ...]) -> WeightConverter:
@@ -159,7 +160,8 @@ class StockExperts(ConversionOps):
             WeightFormatError: a weight that has no MXFP4 form, because it is not finite or its rows are no whole blocks.
         """
         (tensor,) = (_single(value) for value in input_dict.values())
-        experts, name = model.get_submodule(full_layer_name.rpartition(".")[0]), source_patterns[0].rpartition(".")[2]
+        experts = model.get_submodule(native_key(model, full_layer_name).rpartition(".")[0])
+        name = source_patterns[0].rpartition(".")[2]
         if model.weight_format != "mxfp4" or not name.endswith("weight"):
             return {target_patterns[0]: experts.to_stock(name, tensor)}
         try:

@@ -35,11 +35,13 @@ _VISION_OPTIONS = {
 }
 # The text models whose original layout is read: the model type that they become, and the id of the token that image features
 # replace where the checkpoint has no tokenizer to look it up in (as in the checkpoints that OpenGVLab converted).
-_TEXT_TYPES = {
+_TEXT_TYPES: dict[str | None, tuple[str, int | None]] = {
     "LlamaForCausalLM": ("llama", 92546),
     "InternLM2ForCausalLM": ("llama", 92546),
     "Qwen2ForCausalLM": ("qwen2", 151667),
     "Qwen3ForCausalLM": ("qwen3", 151671),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", 151671),
+    "GptOssForCausalLM": ("gpt_oss", None),
 }
 _IMAGE_TOKEN = "<IMG_CONTEXT>"
 # Legacy names that text configurations take beside their fields, and fields that say nothing of the architecture (training
@@ -98,8 +100,12 @@ def translated_configuration(
         NotImplementedError: the original does something that the stock class does not.
     """
     model_type, usual_token = _text_type(source, original)
-    token = original.get("image_token_id") or _image_token(source, options)
-    if token is None and "image_token_id" not in overrides:
+    token = overrides.get("image_token_id") or original.get("image_token_id") or _image_token(source, options)
+    if token is None and usual_token is None:
+        raise NotImplementedError(
+            f"{source} has no tokenizer that knows {_IMAGE_TOKEN}: give image_token_id=... to from_pretrained"
+        )
+    if token is None:
         logger.warning(
             f"{source} has no tokenizer that knows {_IMAGE_TOKEN}; its id is taken to be {usual_token}. If it is another, give "
             f"image_token_id=... to from_pretrained."
@@ -148,19 +154,22 @@ def _text_architecture(original: dict[str, Any]) -> str | None:
     return ((original.get("llm_config") or {}).get("architectures") or [None])[0]
 
 
-def _text_type(source: Any, original: dict[str, Any]) -> tuple[str, int]:
+def _text_type(source: Any, original: dict[str, Any]) -> tuple[str, int | None]:
     architecture = _text_architecture(original)
     if architecture not in _TEXT_TYPES:
+        there = ", ".join(map(str, _TEXT_TYPES))
         raise NotImplementedError(
             f"{source}: a text model of class {architecture}, whose original layout is not read (those of "
-            f"{', '.join(_TEXT_TYPES)} are). Take the checkpoint that OpenGVLab publishes with the ending -hf, or convert it "
+            f"{there} are). Take the checkpoint that OpenGVLab publishes with the ending -hf, or convert it "
             f"with convert_internvl_weights_to_hf.py of transformers"
         )
     return _TEXT_TYPES[architecture]
 
 
 def _text_options(model_type: str, original: dict[str, Any]) -> dict[str, Any]:
-    known = {field.name for field in fields(CONFIG_MAPPING[model_type])} - _TEXT_IGNORED
+    configuration = CONFIG_MAPPING[model_type]
+    aliases = {name for pair in configuration.attribute_map.items() for name in pair}
+    known = {*(field.name for field in fields(configuration)), *aliases} - _TEXT_IGNORED
     options = {name: value for name, value in original.items() if name in known | _TEXT_LEGACY}
     if has_grouped_rows({"llm_config": original}):
         options["attention_bias"] = original.get("bias", True)

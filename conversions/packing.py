@@ -101,7 +101,12 @@ class UnpackRows(ConversionOps):
 
 
 def _owner(model: nn.Module, key: str) -> nn.Module:
-    """The module on which a packed layer and its parts hang, by the key of either.
+    """The module on which a packed layer and its parts hang, by the key of either."""
+    return model.get_submodule(native_key(model, key).rpartition(".")[0].rpartition(".")[0])
+
+
+def native_key(model: nn.Module, key: str) -> str:
+    """A key that an operation is given in saving, under the model's own names.
 
     transformers before 5.24 gives the key on disk (`language_model.model.layers.0.self_attn.q_proj.weight`): it renames before
     it unpacks. What loading renames then leads back to the model's own names; those it leaves alone.
@@ -112,7 +117,7 @@ def _owner(model: nn.Module, key: str) -> nn.Module:
     for conversion in conversions:
         if isinstance(conversion, WeightRenaming):
             key, _ = conversion.rename_source_key(key)
-    return model.get_submodule(key.rpartition(".")[0].rpartition(".")[0])
+    return key
 
 
 def _single(tensors: Tensor | list[Tensor]) -> Tensor:

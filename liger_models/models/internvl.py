@@ -22,10 +22,12 @@ from liger_models.conversions.internvl_chat import (
 )
 from liger_models.decoder import LigerDecoderModel
 from liger_models.layers.attention import LigerAttention
+from liger_models.models.gpt_oss import LigerGptOssModel
 from liger_models.models.internvl_vision import LigerInternVLVisionModel
 from liger_models.models.llama import LigerLlamaModel
 from liger_models.models.qwen2 import LigerQwen2Model
 from liger_models.models.qwen3 import LigerQwen3Model
+from liger_models.models.qwen3_moe import LigerQwen3MoeModel
 from liger_models.multimodal import (
     LigerMultimodalCausalLMOutput,
     LigerMultimodalForConditionalGeneration,
@@ -36,9 +38,11 @@ from liger_models.pretrained import HUB_OPTIONS, LigerPreTrainedModel
 
 # For each model type of a text configuration its class.
 TEXT_MODELS: dict[str, type[LigerDecoderModel]] = {
+    "gpt_oss": LigerGptOssModel,
     "llama": LigerLlamaModel,
     "qwen2": LigerQwen2Model,
     "qwen3": LigerQwen3Model,
+    "qwen3_moe": LigerQwen3MoeModel,
 }
 
 

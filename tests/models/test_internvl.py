@@ -58,6 +58,15 @@ both_modes = pytest.mark.parametrize("training", [True, False], ids=["training",
 CLASSES = (InternVLForConditionalGeneration, LigerInternVLForConditionalGeneration)
 
 
+# Text models with routed experts, which InternVL 3.5 has too.
+MIXTURES = {
+    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
+    "gpt_oss": dict(
+        num_local_experts=4, num_experts_per_tok=2, sliding_window=5, rope_parameters=dict(rope_type="default", rope_theta=1e4)
+    ),
+}
+
+
 def configuration(text: str = "qwen2", vision: str = "300M", tied: bool = False, **options) -> InternVLConfig:
     text_options = dict(
         model_type=text,
@@ -72,6 +81,7 @@ def configuration(text: str = "qwen2", vision: str = "300M", tied: bool = False,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
+        **MIXTURES.get(text, {}),
     )
     vision_options = dict(
         hidden_size=24,
@@ -140,7 +150,7 @@ def compare(models, training: bool = False, **inputs) -> None:
 
 
 @both_modes
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", [*TEXTS, *MIXTURES])
 def test_logits_loss_and_every_gradient(text: str, training: bool, models):
     inputs = inputs_of(IMAGES["tiles"])
     pair = models(training, {"text": text})
@@ -475,7 +485,7 @@ def test_o50_gated_mlp_runs_in_every_layer(models, monkeypatch):
 def test_o51_unsupported_types_are_refused():
     config = configuration()
     config.text_config.model_type = "mamba"
-    with pytest.raises(ValueError, match="a text model of type 'mamba': LigerInternVLModel has llama, qwen2, qwen3"):
+    with pytest.raises(ValueError, match="a text model of type 'mamba': LigerInternVLModel has gpt_oss, llama, qwen2, "):
         LigerInternVLModel(config)
     config = configuration()
     config.vision_config = configuration().text_config
@@ -592,7 +602,7 @@ def internlm2_layout(tensors: dict, key_value_heads: int = 2, head_dim: int = 8)
 def original_config(config: InternVLConfig, **changes) -> dict:
     """What OpenGVLab's config.json says, as far as it matters, and some of what does not."""
     text, vision = config.text_config.to_dict(), config.vision_config
-    stem = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[text["model_type"]]
+    stem = {"qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss"}.get(text["model_type"]) or text["model_type"].capitalize()
     rope = text.pop("rope_parameters")
     return {
         "architectures": ["InternVLChatModel"],
@@ -605,7 +615,7 @@ def original_config(config: InternVLConfig, **changes) -> dict:
             **{name: value for name, value in text.items() if name not in ("dtype", "layer_types", "transformers_version")},
             "architectures": [f"{stem}ForCausalLM"],
             "attn_implementation": "flash_attention_2",
-            "rope_theta": rope["rope_theta"],
+            **({"rope_parameters": rope} if text["model_type"] in MIXTURES else {"rope_theta": rope["rope_theta"]}),
             "moe_config": None,
             "torch_dtype": "bfloat16",
             "use_bfloat16": True,
@@ -663,8 +673,9 @@ def original(folders, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "text, tied", [*((text, tied) for text in TEXTS for tied in (True, False)), *((text, False) for text in MIXTURES)]
+)
 def test_o6_o40_every_layout_is_read_and_kept(text: str, tied: bool, folders, tmp_path):
     """Also with a tied head: the same tensors come in, and what the stock class writes goes out, to the bit."""
     made = {"text": text, "tied": tied}
@@ -689,7 +700,10 @@ def test_o6_o40_every_layout_is_read_and_kept(text: str, tied: bool, folders, tm
     assert json.loads((tmp_path / "native" / "config.json").read_text())["architectures"] == [stock.__class__.__name__]
 
 
-@pytest.mark.parametrize("text, vision, tied", [("qwen2", "300M", True), ("qwen3", "6B", False), ("llama", "300M", False)])
+@pytest.mark.parametrize(
+    "text, vision, tied",
+    [("qwen2", "300M", True), ("qwen3", "6B", False), *((text, "300M", False) for text in ("llama", "qwen3_moe", "gpt_oss"))],
+)
 def test_original_layout(text: str, vision: str, tied: bool, original, folders, tmp_path):
     """Its tensors arrive where the stock class has them, and go out in the stock layout."""
     made = {"text": text, "vision": vision, "tied": tied}
@@ -776,6 +790,13 @@ def test_what_an_original_configuration_leaves_out_is_the_originals_default(tmp_
 def test_image_token_of_an_original_checkpoint(tokenizer: dict, found: int, original):
     source = original(tokenizer=tokenizer)
     assert LigerInternVLForConditionalGeneration.from_pretrained(source).config.image_token_id == found
+
+
+def test_the_image_token_of_a_text_model_without_a_usual_one_has_to_be_found(original):
+    source = original(tokenizer={}, text="gpt_oss")
+    with pytest.raises(NotImplementedError, match="image_token_id="):
+        LigerInternVLForConditionalGeneration.from_pretrained(source)
+    assert LigerInternVLForConditionalGeneration.from_pretrained(source, image_token_id=7).config.image_token_id == 7
 
 
 def _changed(part: str, **changes) -> dict:
