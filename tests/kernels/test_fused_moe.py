@@ -470,11 +470,13 @@ def test_experts_beyond_2_to_the_31_elements(cuda, dtype):
     exact = [tensor.detach().double().requires_grad_() for tensor in (x, gate_up[last:], down[last:])]
     right = fused_moe(exact[0], ids - last, weights.double(), *exact[1:])
     right.sum().backward()
+    # In bf16 half a dozen roundings in a row; in fp32 the products' sums, whose errors grow with the root of their length.
+    allowed = 8 * EPSILON[dtype] if dtype == torch.bfloat16 else intermediate**0.5 * EPSILON[dtype] / 2
     actual = {"y": y, "x": x.grad, "gate_up": gate_up.grad[last:], "down": down.grad[last:]}
     expected = {"y": right, "x": exact[0].grad, "gate_up": exact[1].grad, "down": exact[2].grad}
     for name, tensor in actual.items():
         error = (tensor.double() - expected[name]).norm() / expected[name].norm()
-        assert error <= 8 * EPSILON[dtype], f"{name}: {error}"  # half a dozen roundings in a row
+        assert error <= allowed, f"{name}: {error}"
     assert not gate_up.grad[:last].any() and not down.grad[:last].any()
 
 
