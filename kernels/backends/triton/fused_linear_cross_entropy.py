@@ -171,8 +171,8 @@ def _logits_buffer(rows: int, vocabulary: int, like: Tensor) -> Tensor:
 def _pieces(vocabulary: int, element_size: int) -> list[slice]:
     """The vocabulary in one piece; or a small one and the rest, which is a multiple of 16 bytes.
 
-    Where no dimension's size is one, cuBLAS takes kernels of older GPUs, whatever the strides: with the 151674 tokens of
-    InternVL3 that is three times the time on an H200.
+    Where the vocabulary is none, cuBLAS takes kernels of older GPUs, whatever the strides: with the 151674 tokens of InternVL3
+    the head's three products took 50 ms of a step on an H200, and 24 in pieces.
     """
     aligned = vocabulary - vocabulary % (16 // element_size)
     return [slice(0, vocabulary)] if aligned in (0, vocabulary) else [slice(aligned, vocabulary), slice(0, aligned)]
