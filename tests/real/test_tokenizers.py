@@ -10,7 +10,7 @@ import tarfile
 import pytest
 import torch
 import transformers
-from models.families import GEMMA3, LLAMA, QWEN3, Family, randomise
+from models.families import GEMMA3, GPT_OSS, LLAMA, QWEN3, Family, randomise
 from transformers import AutoTokenizer, pipeline
 
 from liger_models import register_auto_models
@@ -18,7 +18,8 @@ from liger_models import register_auto_models
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 VERSION = "3.7.2"
-FAMILIES = {"llama3": LLAMA, "qwen3": QWEN3, "gemma3": GEMMA3}
+FAMILIES = {"llama3": LLAMA, "qwen3": QWEN3, "gemma3": GEMMA3, "gptoss": GPT_OSS}
+SMALL_MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
 PROMPTS = ["The quick brown fox", "Zwei mal drei macht vier, widdewiddewitt und drei macht neune"]
 
 
@@ -49,6 +50,7 @@ def checkpoint(request, tmp_path_factory):
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
+        **(SMALL_MIXTURE if family.experts else {}),
     )
     model = family.stock("causal_lm")(configuration)
     randomise(model)
