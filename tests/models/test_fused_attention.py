@@ -93,7 +93,7 @@ def test_dropout(case: Case, models):
         torch.manual_seed(0)
         found.append(model.train()(**inputs_of(model)).loss)
     assert error(found[1], found[0]) <= FP32
-    assert error(found[0], model.eval()(**inputs_of(model)).loss) > 1e-3
+    assert error(found[0], model.eval()(**inputs_of(model)).loss) > 1e-4
 
 
 @one_case

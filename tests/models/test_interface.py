@@ -187,7 +187,9 @@ for family in families:
     configuration = getattr(transformers, family["configuration"])(**family["options"])
     native = getattr(liger_models, family["native"])(configuration).train()
     tokens = torch.arange(3, 19).reshape(2, 8)
-    # The first call of the process is compiled: nothing may rely on what an earlier, eager call has cached.
+    # The family's first call is compiled: nothing may rely on what an earlier, eager call has cached. Families share code, of
+    # which the compiler keeps eight versions at most.
+    torch._dynamo.reset()
     torch.compile(native, fullgraph=True, backend="eager")(input_ids=tokens, labels=tokens).loss.backward()
     native(input_ids=tokens, labels=tokens).loss.backward()
     native.generate(tokens, max_new_tokens=2, do_sample=False)

@@ -38,7 +38,8 @@ def test_gradients_of_logits_and_loss_together(case: Case, pair):
     assert_equal(results(native, names, weights, **inputs, return_logits=True), expected)
 
 
-_BF16 = [(case, TRAINING) for case in CASES] + [(case, EVALUATION) for case in MAIN]
+# Where a gate is at the limit of its clamp, rounding decides whether a gradient passes: an error says nothing there.
+_BF16 = [(case, TRAINING) for case in CASES if case.name != "clamped"] + [(case, EVALUATION) for case in MAIN]
 
 
 @pytest.mark.parametrize("case, training", _BF16, ids=[f"{c}-{'training' if t else 'evaluation'}" for c, t in _BF16])
