@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from liger_models.conversions import mxfp4
-from liger_models.conversions.packing import native_key
+from liger_models.conversions.packing import check_shape, native_key, single
 
 
 def stacked(owner: str, name: str, part_names: tuple[str, ...]) -> WeightConverter:
@@ -76,7 +76,7 @@ class SplitExperts(ConversionOps):
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], target_patterns: list[str], **_: Any) -> dict[str, Tensor]:
-        (tensor,) = (_single(value) for value in input_dict.values())
+        (tensor,) = (single(value) for value in input_dict.values())
         parts = zip(target_patterns, tensor.chunk(len(target_patterns), dim=1))
         # contiguous: a file holds each expert by itself
         return {
@@ -116,21 +116,21 @@ class LayOutExperts(ConversionOps):
         module_name, _, name = full_layer_name.rpartition(".")
         experts = model.get_submodule(module_name)
         stock = f"{module_name}.{experts.stock_names[name]}"
-        tensors = {pattern: _single(value) for pattern, value in input_dict.items()}
+        tensors = {pattern: single(value) for pattern, value in input_dict.items()}
         plain, blocks, scales = (tensors.get(pattern) for pattern in (*source_patterns, None, None)[:3])
         input_dict.clear()
         if plain is not None:
             if len(tensors) > 1:
                 raise ValueError(f"unexpected key {stock}_blocks or {stock}_scales: the checkpoint has {stock} too")
-            _check_shape(stock, plain, experts.stock_shape(name))
+            check_shape(stock, plain, experts.stock_shape(name))
             return {target_patterns[0]: experts.from_stock(name, plain)}
         for suffix, tensor in (("blocks", blocks), ("scales", scales)):
             if tensor is None:
                 raise ValueError(f"missing key {stock}_{suffix}: the checkpoint has the other half of the MXFP4 weight")
         parameter = getattr(experts, name)
         rows, columns = parameter.shape[1:]
-        _check_shape(f"{stock}_blocks", blocks, (parameter.shape[0], rows, columns // mxfp4.BLOCK, mxfp4.BLOCK // 2))
-        _check_shape(f"{stock}_scales", scales, blocks.shape[:3])
+        check_shape(f"{stock}_blocks", blocks, (parameter.shape[0], rows, columns // mxfp4.BLOCK, mxfp4.BLOCK // 2))
+        check_shape(f"{stock}_scales", scales, blocks.shape[:3])
         # transformers has cast them to the parameter's dtype, in which 0 to 255 are exact
         blocks, scales = (experts.from_quantised_stock(name, tensor.to(torch.uint8)) for tensor in (blocks, scales))
         experts.quantised_from[name] = mxfp4.Origin.of(blocks, scales)
@@ -159,7 +159,7 @@ class StockExperts(ConversionOps):
         Raises:
             WeightFormatError: a weight that has no MXFP4 form, because it is not finite or its rows are no whole blocks.
         """
-        (tensor,) = (_single(value) for value in input_dict.values())
+        (tensor,) = (single(value) for value in input_dict.values())
         experts = model.get_submodule(native_key(model, full_layer_name).rpartition(".")[0])
         name = source_patterns[0].rpartition(".")[2]
         if model.weight_format != "mxfp4" or not name.endswith("weight"):
@@ -174,12 +174,3 @@ class StockExperts(ConversionOps):
     @property
     def reverse_op(self) -> ConversionOps:
         return LayOutExperts()
-
-
-def _check_shape(key: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != tuple(expected):
-        raise ValueError(f"size mismatch for {key}: {tuple(tensor.shape)} in the checkpoint, {tuple(expected)} in the model")
-
-
-def _single(tensors: Tensor | list[Tensor]) -> Tensor:
-    return tensors[0] if isinstance(tensors, list) else tensors

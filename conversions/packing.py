@@ -55,10 +55,8 @@ class PackRows(ConversionOps):
             key = f"{owner_name}.{part}.{kind}"
             if pattern not in input_dict:
                 raise ValueError(f"missing key {key}: the checkpoint has other parts of {full_layer_name}")
-            tensor = _single(input_dict.pop(pattern))
-            expected = (size,) if kind == "bias" else (size, layer.in_features)
-            if tuple(tensor.shape) != expected:
-                raise ValueError(f"size mismatch for {key}: {tuple(tensor.shape)} in the checkpoint, {expected} in the model")
+            tensor = single(input_dict.pop(pattern))
+            check_shape(key, tensor, (size,) if kind == "bias" else (size, layer.in_features))
             tensors.append(tensor)
         if input_dict:
             parts = ", ".join(layer.part_names)
@@ -85,7 +83,7 @@ class UnpackRows(ConversionOps):
         model: nn.Module,
         **_: Any,
     ) -> dict[str, Tensor]:
-        (tensor,) = (_single(value) for value in input_dict.values())
+        (tensor,) = (single(value) for value in input_dict.values())
         owner = _owner(model, full_layer_name)
         layer = getattr(owner, source_patterns[0].rpartition(".")[2])
         if tensor.shape[0] != layer.out_features:
@@ -120,5 +118,12 @@ def native_key(model: nn.Module, key: str) -> str:
     return key
 
 
-def _single(tensors: Tensor | list[Tensor]) -> Tensor:
+def check_shape(key: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    """Raise ValueError unless a checkpoint's tensor has the shape that the model needs."""
+    if tuple(tensor.shape) != tuple(expected):
+        raise ValueError(f"size mismatch for {key}: {tuple(tensor.shape)} in the checkpoint, {tuple(expected)} in the model")
+
+
+def single(tensors: Tensor | list[Tensor]) -> Tensor:
+    """The one tensor that transformers has collected for a key, in a list or not."""
     return tensors[0] if isinstance(tensors, list) else tensors

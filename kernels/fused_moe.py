@@ -61,22 +61,22 @@ def fused_moe(
     total = torch.zeros(x.shape, dtype=wide, device=x.device)
     experts = zip(*(_each(t, gate_up_weight.shape[0]) for t in (gate_up_weight, down_weight, gate_up_bias, down_bias)))
     for index, (gate_up, down, gate_up_offset, down_offset) in enumerate(experts):
-        token, slot = _choosing(expert_ids, index)
+        token, weight = _routed(expert_ids, expert_weights, index)
         gate, up = linear(x[token], gate_up, gate_up_offset).chunk(2, dim=-1)
         y = linear(_activation(gate, up, alpha, limit, up_offset), down, down_offset)
-        weight = torch.where(expert_ids[token, slot] == index, expert_weights[token, slot], 0.0)
         total.index_add_(0, token, y.to(wide) * weight.unsqueeze(1).to(wide))
     return total.to(x.dtype)
 
 
-def _choosing(expert_ids: Tensor, expert: int) -> tuple[Tensor, Tensor]:
-    """The tokens that chose an expert, and where among their choices; all tokens while tracing, which needs sizes that do not
-    depend on values: those that did not choose it have a weight of zero."""
+def _routed(expert_ids: Tensor, expert_weights: Tensor, expert: int) -> tuple[Tensor, Tensor]:
+    """The tokens that chose an expert and their weights for it; all tokens while tracing, which needs sizes that do not depend
+    on values: those that did not choose it have a weight of zero."""
     chosen = expert_ids == expert
     if torch.compiler.is_compiling():
-        return torch.arange(expert_ids.shape[0], device=expert_ids.device), chosen.int().argmax(dim=1)
+        everyone = torch.arange(expert_ids.shape[0], device=expert_ids.device)
+        return everyone, torch.where(chosen, expert_weights, 0.0).sum(dim=1)
     token, slot = chosen.nonzero(as_tuple=True)
-    return token, slot
+    return token, expert_weights[token, slot]
 
 
 def _each(tensor: Tensor | None, experts: int) -> tuple:

@@ -146,9 +146,9 @@ class LigerPreTrainedModel(PreTrainedModel):
         _refuse_loading(cls, kwargs)
         stored = _checked_configuration(cls, pretrained_model_name_or_path, kwargs)
         quantization = stored.get("quantization_config")
+        kwargs.pop("quantization_config", None)  # one that asks to dequantise, which happens anyway
         if quantization is not None:
             kwargs = _without_quantization(cls, pretrained_model_name_or_path, kwargs)
-        kwargs.pop("quantization_config", None)  # one that asks to dequantise, which happens anyway
         try:
             with _one_weight_at_a_time() if quantization is not None else nullcontext():
                 loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
@@ -175,24 +175,30 @@ class LigerPreTrainedModel(PreTrainedModel):
         loading_info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
         missing = sorted(loading_info.missing_keys - model.new_keys)
         unexpected = sorted(loading_info.unexpected_keys - model.unused_keys)
-        problems = [f"missing key {stock}" for key in missing for stock in model._stock_keys(key)]
-        problems += [f"unexpected key {' or '.join(dict.fromkeys([*model._stock_keys(key), key]))}" for key in unexpected]
-        if problems:
-            raise CheckpointError(_report(type(model), source, problems))
-        return loading_info
+        if not missing and not unexpected:
+            return loading_info
+        parts = model._packed_parts()
+        problems = [f"missing key {stock}" for key in missing for stock in model._stock_keys(key, parts)]
+        problems += [
+            f"unexpected key {' or '.join(dict.fromkeys([*model._stock_keys(key, parts), key]))}" for key in unexpected
+        ]
+        raise CheckpointError(_report(type(model), source, problems))
 
-    def _stock_keys(self, key: str) -> list[str]:
+    def _packed_parts(self) -> dict[str, tuple[str, ...]]:
+        """For each packed layer that the family's mapping names, its parts. Blocks of another kind may not have it."""
+        return {
+            conversion.target_patterns[0].rpartition(".")[2]: conversion.operations[0].part_names
+            for conversion in get_model_conversion_mapping(self, add_legacy=False)
+            if isinstance(conversion, WeightConverter) and hasattr(conversion.operations[0], "part_names")
+        }
+
+    def _stock_keys(self, key: str, parts: dict[str, tuple[str, ...]]) -> list[str]:
         """The keys in a stock checkpoint that a native key stands for: its own, or those of a packed layer's parts."""
         module_name, _, kind = key.rpartition(".")
         owner, _, name = module_name.rpartition(".")
         module = dict(self.named_modules()).get(module_name)
         if isinstance(module, (LigerExperts, LigerClampedExperts)) and kind in module._parameters:
             return [f"{module_name}.{stock}" for stock in module.stock_keys(kind)]
-        parts = {
-            conversion.target_patterns[0].rpartition(".")[2]: conversion.operations[0].part_names
-            for conversion in get_model_conversion_mapping(self, add_legacy=False)
-            if isinstance(conversion, WeightConverter) and hasattr(conversion.operations[0], "part_names")
-        }
         return [f"{owner}.{part}.{kind}" for part in parts.get(name, (name,))] if owner else [key]
 
     # -- saving -----------------------------------------------------------------------------------------------------
@@ -341,7 +347,6 @@ def _as_dict(quantization: Any) -> dict[str, Any]:
 def _without_quantization(cls: type[LigerPreTrainedModel], source: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of from_pretrained, with a configuration that does not speak of quantised weights: transformers would
     replace modules by quantised ones, and the family's mapping dequantises by itself."""
-    kwargs = {name: value for name, value in kwargs.items() if name != "quantization_config"}
     config = kwargs.pop("config", None)
     if isinstance(config, PreTrainedConfig):
         config = copy.deepcopy(config)

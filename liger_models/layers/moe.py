@@ -85,7 +85,7 @@ class LigerExperts(nn.Module):
 
     def stock_keys(self, name: str) -> list[str]:
         """The checkpoint's keys, below this module, of what the parameter `name` holds."""
-        return [f"{expert}.{part}.weight" for expert in range(self.num_experts) for part in self.part_names[name]]
+        return list(self.rows(name))
 
     def rows(self, name: str) -> dict[str, tuple[int, slice]]:
         """For each of the checkpoint's keys of a parameter, the expert and the rows of it."""
@@ -175,11 +175,10 @@ class LigerClampedExperts(nn.Module):
         experts, *rest = getattr(self, name).shape
         return (experts, *reversed(rest))
 
-    @staticmethod
-    def from_stock(name: str, tensor: Tensor) -> Tensor:
+    @classmethod
+    def from_stock(cls, name: str, tensor: Tensor) -> Tensor:
         """A stock tensor in the layout of the parameter `name`."""
-        tensor = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
-        return (rows_in_halves(tensor) if name.startswith("gate_up") else tensor).contiguous()
+        return cls.from_quantised_stock(name, tensor.transpose(1, 2) if tensor.dim() == 3 else tensor).contiguous()
 
     @staticmethod
     def from_quantised_stock(name: str, tensor: Tensor) -> Tensor:
@@ -191,10 +190,10 @@ class LigerClampedExperts(nn.Module):
         """Blocks or scales of the parameter `name` in the stock row order."""
         return rows_by_turns(tensor) if name.startswith("gate_up") else tensor
 
-    @staticmethod
-    def to_stock(name: str, tensor: Tensor) -> Tensor:
+    @classmethod
+    def to_stock(cls, name: str, tensor: Tensor) -> Tensor:
         """The parameter `name` in the layout of the stock tensor."""
-        tensor = rows_by_turns(tensor) if name.startswith("gate_up") else tensor
+        tensor = cls.to_quantised_stock(name, tensor)
         return (tensor.transpose(1, 2) if tensor.dim() == 3 else tensor).contiguous()
 
 
